@@ -1,0 +1,1 @@
+"""Treadle's public API."""
