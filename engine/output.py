@@ -39,7 +39,7 @@ class RequestOutput:
 
 
 Sink = Callable[[RequestOutput], None]
-"""Takes one delta. Called on the event loop's thread; must not block; what it raises aborts the request."""
+"""Takes one delta, on the loop's thread. Must not block; what it raises aborts the request."""
 
 
 @dataclass(slots=True)

@@ -138,6 +138,9 @@ class StepHandle(Protocol):
     def __await__(self) -> Generator[Any, None, StepResult]:
         """The result, or what the step raised. May be awaited more than once."""
 
+    def done(self) -> bool:
+        """Whether awaiting it would return or raise at once."""
+
     def sample(self, mask: Bools | None) -> None:
         """Lets a constrained plan sample; called exactly once, also when the mask failed.
 

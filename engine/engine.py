@@ -1,0 +1,276 @@
+"""The engine as an async library: prompts in, deltas out.
+
+Owns requests' identity from submission to their last delta. Knows no HTTP, and no device beyond
+the `Executor` protocol; `treadle.tools.compose` brings executor and tokenizer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from treadle.engine.config import EngineConfig
+from treadle.engine.errors import EngineClosed, InvalidRequest
+from treadle.engine.gather import Gathered
+from treadle.engine.info import EngineLoad, Parts
+from treadle.engine.intake import Intake
+from treadle.engine.logs import StepLog
+from treadle.engine.loop import Loop
+from treadle.engine.outbox import Outbox
+from treadle.engine.output import FinishReason, RequestOutput, Sink
+from treadle.engine.request import Request
+from treadle.engine.sampling_params import SamplingParams
+from treadle.engine.scheduler import Launch, Scheduler
+from treadle.graphs.step import StepResult
+
+Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, Any] | None
+
+
+def _same(name: str) -> str:
+    return name
+
+
+class Engine:
+    """Runs on the event loop that it is created on, beside whatever else runs there."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Must be called on a running event loop. `create` is the usual way."""
+        schedule = parts.config.schedule
+        self.info = parts.info
+        self.tokenizer = parts.tokenizer
+        self._executor = parts.executor
+        self._requests: dict[str, list[Request]] = {}
+        self._scheduler = Scheduler(
+            parts.executor.capacity,
+            max_running_requests=parts.max_running_requests,
+            chunked_prefill_size=parts.chunked_prefill_size,
+        )
+        self._intake = Intake(
+            parts.info,
+            parts.tokenizer,
+            pool_tokens=self._scheduler.pages.max_tokens,
+            random_seed=parts.config.model.random_seed,
+            stream_interval=schedule.stream_interval,
+        )
+        label = "cpu graph" if parts.info.server_args.get("device") == "cpu" else "cuda graph"
+        self._log = StepLog(self._scheduler, schedule.decode_log_interval, label)
+        self._outbox = Outbox(self._forget, self._scheduler.abort)
+        self._loop = Loop(self._scheduler, parts.executor, self._outbox, self._on_step)
+        self._task = asyncio.get_running_loop().create_task(self._loop.run(), name="treadle-loop")
+        self._is_closing = False
+
+    @classmethod
+    async def create(
+        cls,
+        config: EngineConfig | None = None,
+        progress: Callable[[str], None] | None = None,
+        **flags: Any,
+    ) -> Engine:
+        """Loads a model and starts. Give a config, or its flat settings as keywords.
+
+        progress: told of each slow part of the start.
+        Raises: ConfigError, ModelError.
+        """
+        chosen = EngineConfig.from_flags(flags) if config is None else config
+        compose = importlib.import_module("treadle.tools.compose")
+        parts: Parts = await asyncio.to_thread(compose.compose, chosen, progress)
+        return cls(parts)
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new requests are taken."""
+        return not self._is_closing and self._loop.error is None and not self._task.done()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running_reqs=len(self._scheduler.running),
+            num_waiting_reqs=len(self._scheduler.waiting),
+            num_used_tokens=self._scheduler.pages.num_used_tokens,
+            max_total_num_tokens=self._scheduler.pages.max_tokens,
+            last_gen_throughput=self._log.gen_throughput,
+        )
+
+    async def is_healthy(self, timeout: float = 5.0) -> bool:
+        """Whether the loop takes turns and the device thread lives. Makes no token."""
+        if self._task.done() or self._loop.error is not None or not self._executor.is_alive():
+            return False
+        before = self._loop.heartbeat
+        self._loop.wake()
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self._loop.heartbeat == before and self._executor.is_alive():
+            if asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.005)
+        return self._executor.is_alive()
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text, computed off the loop."""
+        return await self._intake.encode(texts, add_special_tokens)
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a chat, special tokens included (encode it without adding more).
+
+        Raises: InvalidRequest when the template refuses the messages.
+        """
+        return await self._intake.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: str | None = None,
+        names: Callable[[str], str] = _same,
+    ) -> str:
+        """Queues the `n` choices of a request and returns its id.
+
+        sink: gets every delta of every choice, each choice's last with a finish_reason.
+        names: maps a field of SamplingParams, `prompt` or `rid` to the caller's name for it.
+        Raises: InvalidRequest, EngineClosed.
+        """
+        if not self.is_ready:
+            raise EngineClosed(self._loop.error or "the engine is shutting down")
+        if request_id in self._requests:
+            raise InvalidRequest(f"a request with id {request_id!r} is running", names("rid"))
+        requests = self._intake.requests(prompt_ids, params, sink, request_id, names)
+        rid = requests[0].request_id
+        self._requests[rid] = list(requests)
+        for request in requests:
+            if request.max_len == request.prompt_len:
+                request.finish_reason = FinishReason("length")
+                self._outbox.put((request,))  # nothing to compute
+            else:
+                self._scheduler.submit(request)
+        self._loop.wake()
+        return rid
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; each choice's last delta says `abort`. Harmless for unknown ids."""
+        for request in self._requests.get(request_id, ()):
+            self._scheduler.abort(request)
+        self._loop.wake()
+
+    def abort_all(self) -> None:
+        for request_id in list(self._requests):
+            self.abort(request_id)
+
+    async def stream(
+        self, prompt: Prompt, params: Params = None, *, request_id: str | None = None
+    ) -> AsyncIterator[RequestOutput]:
+        """Deltas of one request. Leaving the iteration early aborts it.
+
+        Raises: InvalidRequest, EngineClosed.
+        """
+        chosen = _params(params)
+        ids = (await self._prompt_ids([prompt]))[0]
+        deltas: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        rid = self.submit(ids, chosen, deltas.put_nowait, request_id=request_id)
+        left = chosen.n
+        try:
+            while left:
+                delta = await deltas.get()
+                left -= delta.finish_reason is not None
+                yield delta
+        finally:
+            if left:
+                self.abort(rid)
+
+    async def generate(
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: Params | Sequence[Params] = None,
+        *,
+        request_id: str | None = None,
+    ) -> Any:
+        """A Completion, or a list of them: prompt by prompt for a batch, `n` choices for each.
+
+        prompt: text or token ids, or a list of such. params: for all, or one per prompt.
+        Cancelling it aborts what it started.
+        Raises: InvalidRequest, EngineClosed.
+        """
+        is_batch = not isinstance(prompt, str) and any(not isinstance(p, int) for p in prompt)
+        prompts: list[Any] = list(prompt) if is_batch else [prompt]
+        many = isinstance(params, (list, tuple))
+        each = [_params(p) for p in params] if many else [_params(params)] * len(prompts)  # type: ignore[union-attr,arg-type]
+        if len(each) != len(prompts):
+            raise InvalidRequest(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts", "sampling_params"
+            )
+        prompt_ids = await self._prompt_ids(prompts)
+        gathered = Gathered(self)
+        try:
+            for index, ids in enumerate(prompt_ids):
+                rid = request_id if request_id is None or not is_batch else f"{request_id}-{index}"
+                gathered.submit(ids, each[index], rid)
+            completions = await gathered.wait()
+        finally:
+            gathered.abandon()
+        return completions if is_batch or each[0].n > 1 else completions[0]
+
+    async def shutdown(self, drain_s: float = 0.0) -> None:
+        """Takes nothing new, lets running requests finish for a while, aborts the rest, closes.
+
+        Idempotent.
+        """
+        self._is_closing = True
+        deadline = asyncio.get_running_loop().time() + drain_s
+        while self._requests and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.01)
+        self.abort_all()
+        self._loop.close()
+        await self._task
+        await self._executor.close()
+        self._intake.close()
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError when a page, a slot or a request is lost."""
+        self._scheduler.check_integrity()
+
+    async def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts) if texts else [])
+        return [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
+
+    def _forget(self, request: Request) -> None:
+        choices = self._requests.get(request.request_id)
+        if choices and request in choices:
+            choices.remove(request)
+            if not choices:
+                del self._requests[request.request_id]
+
+    def _on_step(self, launch: Launch, result: StepResult) -> None:
+        self._log.step(launch, int(result.num_accepted.sum()))
+        if not self._scheduler.has_work:
+            self._log.idle()
+
+
+def _params(params: Params) -> SamplingParams:
+    if params is None:
+        return SamplingParams()
+    return params if isinstance(params, SamplingParams) else SamplingParams.from_mapping(params)

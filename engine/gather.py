@@ -1,0 +1,83 @@
+"""Answers of several requests, folded from their deltas and awaited together.
+
+Knows the engine's submit and abort only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from treadle.engine.output import Completion, RequestOutput, Sink
+from treadle.engine.sampling_params import SamplingParams
+
+AT_THE_END = 2**31  # a stream interval: one delta for the first token, one for the rest
+
+
+class Submitter(Protocol):
+    """The part of `Engine` that is needed here."""
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        request_id: str | None = None,
+        names: Callable[[str], str] = ...,
+    ) -> str: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class Gathered:
+    """Completions in order of submission, choice by choice."""
+
+    def __init__(self, engine: Submitter) -> None:
+        self._engine = engine
+        self._completions: list[Completion] = []
+        self._left: dict[str, int] = {}  # choices that still run, by request id
+        self._all_done = asyncio.get_running_loop().create_future()
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        names: Callable[[str], str] = lambda name: name,
+    ) -> str:
+        """Raises: InvalidRequest, EngineClosed."""
+        choices = [Completion("", index) for index in range(params.n)]
+
+        def sink(delta: RequestOutput) -> None:
+            choice = choices[delta.index]
+            choice.request_id = delta.request_id
+            choice.add(delta)
+            if delta.finish_reason is not None:
+                self._finish(delta.request_id)
+
+        quiet = replace(params, stream_interval=AT_THE_END)
+        rid = self._engine.submit(prompt_ids, quiet, sink, request_id=request_id, names=names)
+        self._completions += choices
+        self._left[rid] = params.n
+        return rid
+
+    async def wait(self) -> list[Completion]:
+        """All answers, once every choice has ended."""
+        if self._left:
+            await self._all_done
+        return self._completions
+
+    def abandon(self) -> None:
+        """Aborts what still runs; nothing when all is done."""
+        for rid in self._left:
+            self._engine.abort(rid)
+
+    def _finish(self, rid: str) -> None:
+        self._left[rid] -= 1
+        if not self._left[rid]:
+            del self._left[rid]
+        if not self._left and not self._all_done.done():
+            self._all_done.set_result(None)

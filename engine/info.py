@@ -1,0 +1,49 @@
+"""What an engine serves, how busy it is, and what composition hands to it. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from treadle.engine.config import EngineConfig
+from treadle.engine.tokenizer import Tokenizer
+from treadle.graphs.step import Executor
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What an engine serves, fixed at start-up."""
+
+    served_model_name: str
+    model_path: str
+    tokenizer_path: str
+    architectures: tuple[str, ...]
+    model_type: str
+    max_model_len: int  # tokens, prompt and output together
+    vocab_size: int  # rows of the embedding
+    created: int  # seconds since 1970
+    version: str
+    server_args: Mapping[str, object]  # every resolved setting by SGLang's flat name
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is now."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    last_gen_throughput: float  # tokens a second
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What composition brings."""
+
+    executor: Executor
+    tokenizer: Tokenizer | None
+    info: EngineInfo
+    max_running_requests: int
+    chunked_prefill_size: int
+    config: EngineConfig

@@ -1,0 +1,70 @@
+"""Every periodic log line in one place, in SGLang's wording so that its log parsers work.
+
+Knows counts and rates only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from treadle.engine.scheduler import Launch, Scheduler
+
+logger = logging.getLogger("treadle")
+
+
+class StepLog:
+    """Prints a line per prefill step and one per `decode_log_interval` decode steps."""
+
+    def __init__(self, scheduler: Scheduler, decode_log_interval: int, graph_label: str) -> None:
+        """graph_label: `cpu graph` or `cuda graph`."""
+        self.gen_throughput = 0.0  # tokens a second, as of the last decode line
+        self._scheduler = scheduler
+        self._interval = decode_log_interval
+        self._graph_label = graph_label
+        self._decode_steps = 0
+        self._generated = 0
+        self._last_prefill = self._last_decode = time.perf_counter()
+
+    def step(self, launch: Launch, num_generated: int) -> None:
+        """num_generated: tokens that the step sampled."""
+        self._generated += num_generated
+        if launch.num_prefill_tokens:
+            self._prefill(launch)
+        if launch.num_decode_rows:
+            self._decode_steps += 1
+            if self._decode_steps % self._interval == 0:
+                self._decode()
+
+    def idle(self) -> None:
+        """The next interval starts when work comes again."""
+        self._last_prefill = self._last_decode = time.perf_counter()
+        self._generated = 0
+
+    def _usage(self) -> float:
+        pages = self._scheduler.pages
+        return pages.num_used_tokens / pages.max_tokens
+
+    def _prefill(self, launch: Launch) -> None:
+        now = time.perf_counter()
+        rate = launch.num_prefill_tokens / max(now - self._last_prefill, 1e-9)
+        self._last_prefill = now
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d, #pending-token: %d, %s: False, "
+            "input throughput (token/s): %.2f",
+            launch.num_new_requests, launch.num_prefill_tokens, 0, self._usage(),
+            launch.num_decode_rows, len(self._scheduler.waiting),
+            self._scheduler.num_pending_tokens, self._graph_label, rate,
+        )  # fmt: skip
+
+    def _decode(self) -> None:
+        now = time.perf_counter()
+        self.gen_throughput = self._generated / max(now - self._last_decode, 1e-9)
+        self._last_decode, self._generated = now, 0
+        logger.info(
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %s: False, "
+            "gen throughput (token/s): %.2f, #queue-req: %d",
+            len(self._scheduler.running), self._scheduler.pages.num_used_tokens, self._usage(),
+            self._graph_label, self.gen_throughput, len(self._scheduler.waiting),
+        )  # fmt: skip

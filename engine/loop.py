@@ -1,0 +1,106 @@
+"""The overlap loop: plan and launch step n+1 while step n runs, then write out step n-1.
+
+Knows the order of work, nothing about policies, text or devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from treadle.engine.outbox import Outbox
+from treadle.engine.scheduler import Launch, Scheduler
+from treadle.graphs.step import Executor, StepHandle, StepResult
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_SLICE_S = 0.001  # output yields to a pending completion this often
+
+
+class Loop:
+    """Drives one scheduler and one executor until it is closed and idle."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        outbox: Outbox,
+        on_step: Callable[[Launch, StepResult], None],
+    ) -> None:
+        """on_step: told of every finished step, for logs and metrics."""
+        self.heartbeat = 0  # turns taken
+        self.error: str | None = None  # set when the device is lost
+        self._scheduler = scheduler
+        self._executor = executor
+        self._outbox = outbox
+        self._on_step = on_step
+        self._in_flight: deque[tuple[Launch, StepHandle]] = deque()
+        self._wake = asyncio.Event()
+        self._is_closed = False
+
+    def wake(self) -> None:
+        """Something changed: a request came, was aborted, or the loop is to close."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Ends `run` once nothing is waiting, running or in flight."""
+        self._is_closed = True
+        self.wake()
+
+    async def run(self) -> None:
+        while True:
+            self.heartbeat += 1
+            try:
+                self._outbox.put(self._scheduler.reap())
+                self._launch()
+                await self._write_out()
+                if self._in_flight:
+                    await self._finish_oldest()
+                    continue
+            except Exception:
+                logger.exception("A scheduling turn failed; its requests are ended")
+                self._outbox.put(self._scheduler.fail_all("internal error", 500))
+            if self._is_closed and not self._scheduler.has_work and not self._outbox:
+                return
+            if not self._outbox and not self._in_flight:
+                await self._wake.wait()
+                self._wake.clear()
+
+    def _launch(self) -> None:
+        while len(self._in_flight) < self._executor.depth and self.error is None:
+            launch = self._scheduler.schedule()
+            if launch is None:
+                return
+            try:
+                handle = self._executor.launch(launch.step)
+            except Exception as error:
+                self._fail(launch, error)
+            else:
+                self._in_flight.append((launch, handle))
+
+    async def _write_out(self) -> None:
+        await asyncio.sleep(0)
+        while self._outbox:
+            self._outbox.deliver(OUTPUT_SLICE_S)
+            await asyncio.sleep(0)
+            if self._in_flight and self._in_flight[0][1].done():
+                return
+
+    async def _finish_oldest(self) -> None:
+        launch, handle = self._in_flight.popleft()
+        try:
+            result = await handle
+        except Exception as error:
+            self._fail(launch, error)
+        else:
+            self._outbox.put(self._scheduler.update(launch, result))
+            self._on_step(launch, result)
+
+    def _fail(self, launch: Launch, error: Exception) -> None:
+        logger.error("Step %d failed", launch.step.seq, exc_info=error)
+        self._outbox.put(self._scheduler.fail(launch, f"the step failed: {error}"))
+        if not self._executor.is_alive():
+            self.error = f"the device is lost: {error}"
+            self._outbox.put(self._scheduler.fail_all(self.error, 503))

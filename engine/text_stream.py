@@ -1,0 +1,43 @@
+"""Tokens of one choice to text that may go out: detokenizer, then stop strings.
+
+Knows no request and no transport. Each stage holds back only what could still become its marker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treadle.engine.detokenizer import IncrementalDetokenizer
+from treadle.engine.sampling_params import SamplingParams
+from treadle.engine.stops import StopMatcher
+from treadle.engine.tokenizer import Tokenizer
+
+
+class TextStream:
+    """`matched` is the stop string that was found; nothing comes out after it."""
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+        self._stops = StopMatcher(params.stop, params.no_stop_trim) if params.stop else None
+        self.matched: str | None = None
+
+    @property
+    def has_stops(self) -> bool:
+        return self._stops is not None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The new text that may go out."""
+        return self._match(self._detokenizer.push(token_ids))
+
+    def finish(self) -> str:
+        """What was held back, at the end of the tokens."""
+        text = self._match(self._detokenizer.finish())
+        if self._stops is not None and self.matched is None:
+            text += self._stops.finish()
+        return text
+
+    def _match(self, text: str) -> str:
+        if self._stops is None or self.matched is not None:
+            return text if self.matched is None else ""
+        text, self.matched = self._stops.push(text)
+        return text

@@ -1,0 +1,128 @@
+"""What differs between a CUDA stream and the host: events, staging, memory figures.
+
+Knows torch; never a plan, a model or the event loop.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Protocol
+
+import psutil
+import torch
+
+
+class Event(Protocol):
+    """A point in the device's work."""
+
+    def wait(self) -> None:
+        """Blocks the calling thread, without the GIL, until the device is past the point."""
+
+
+class Device(Protocol):
+    """One device as the executor sees it."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def is_host(self) -> bool: ...
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        """Host memory that the device can copy from and to without blocking. uint8."""
+
+    def record(self) -> Event:
+        """Marks the end of what has been queued so far. Called on the launch thread."""
+
+    def enter_thread(self) -> None:
+        """Called once on the launch thread before its first command."""
+
+    def free_bytes(self) -> int:
+        """Memory that is free now."""
+
+
+class HostDevice:
+    """The CPU: every operation is done when its call returns.
+
+    max_delay_s: tests set it, so that results reach their readers late by a random time.
+    """
+
+    is_host = True
+
+    def __init__(self, max_delay_s: float = 0.0) -> None:
+        self.torch_device = torch.device("cpu")
+        self._max_delay_s = max_delay_s
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def record(self) -> Event:
+        return _HostEvent(random.uniform(0.0, self._max_delay_s))
+
+    def enter_thread(self) -> None:
+        torch.set_grad_enabled(False)
+
+    def free_bytes(self) -> int:
+        return int(psutil.virtual_memory().available)
+
+
+class _HostEvent:
+    def __init__(self, delay_s: float) -> None:
+        self._ready_at = time.perf_counter() + delay_s
+        self._delayed = threading.Event() if delay_s else None
+
+    def wait(self) -> None:
+        if self._delayed is not None:
+            self._delayed.wait(max(0.0, self._ready_at - time.perf_counter()))
+
+
+class CudaDevice:
+    """One GPU with a stream of its own for the step sequence."""
+
+    is_host = False
+
+    def __init__(self, index: int = 0) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._stream = torch.cuda.Stream(self.torch_device)
+
+    def staging(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return _CudaEvent(event)
+
+    def enter_thread(self) -> None:
+        torch.set_grad_enabled(False)
+        torch.cuda.set_device(self.torch_device)
+        torch.cuda.set_stream(self._stream)
+
+    def free_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def open_device(name: str | None) -> Device:
+    """`cpu`, `cuda`, `cuda:1`, or None for a GPU where there is one.
+
+    Raises: ValueError for another name or a GPU that is not there.
+    """
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
+    if chosen == "cpu":
+        return HostDevice()
+    kind, _, index = chosen.partition(":")
+    if kind != "cuda" or (index and not index.isdigit()):
+        raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {chosen} is not there; {torch.cuda.device_count()} GPUs found")
+    return CudaDevice(int(index or 0))
