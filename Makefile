@@ -8,10 +8,12 @@ PY := $(TREADLE_PYTHON)
 export PYTHONPATH := $(CURDIR)/.typecheck$(if $(PYTHONPATH),:$(PYTHONPATH))
 RUNTIME := .typecheck/treadle/.made
 TESTING := $(RUNTIME)
+CHECK :=
 else
 PY := .venv/bin/python
 RUNTIME := .venv/.runtime
 TESTING := .venv/.testing
+CHECK := check
 endif
 
 .PHONY: serve test test-all check bench clean help
@@ -26,14 +28,17 @@ help:
 serve: $(RUNTIME)
 	@$(PY) -m treadle.tools.cli serve $(ARGS)
 
-test: check
+test: $(CHECK) $(TESTING)
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-all: check
+test-all: $(CHECK) $(TESTING)
 	$(PY) -m pytest $(ARGS)
 
 check: $(TESTING) .typecheck/treadle/.made
-	$(PY) -m tools.check 2>/dev/null || true
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	PYTHONPATH=.typecheck .venv/bin/lint-imports --no-logo
 
 bench: $(TESTING)
 	$(PY) -m treadle.perf.bench $(ARGS)

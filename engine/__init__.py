@@ -12,6 +12,7 @@ from treadle.engine.errors import (
     TreadleError,
 )
 from treadle.engine.info import EngineInfo, EngineLoad
+from treadle.engine.offline import SyncEngine
 from treadle.engine.output import Completion, FinishReason, RequestOutput
 from treadle.engine.sampling_params import SamplingParams
 
@@ -30,5 +31,6 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StepFailed",
+    "SyncEngine",
     "TreadleError",
 ]

@@ -7,7 +7,7 @@ Output equals transformers' `apply_chat_template`; the environment follows its d
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -163,9 +163,7 @@ class ChatTemplate:
         return prepared
 
 
-def select_template(
-    templates: Mapping[str, ChatTemplate], has_tools: bool
-) -> ChatTemplate:
+def select_template(templates: Mapping[str, ChatTemplate], has_tools: bool) -> ChatTemplate:
     """The template for a request: `tool_use` with tools, else `default`, else the only one.
 
     Raises: InvalidRequest when there is none.

@@ -138,6 +138,19 @@ class Resolved:
     reasons: Mapping[str, str]
 
 
+def context_length(config: EngineConfig, max_position: int) -> int:
+    """Tokens of the longest sequence to serve.
+
+    Raises: ConfigError when the model has fewer positions than asked for.
+    """
+    chosen = config.model.context_length or max_position
+    if chosen > max_position:
+        raise ConfigError(
+            f"--context-length {chosen} is beyond the model's {max_position} positions"
+        )
+    return chosen
+
+
 def resolve(config: EngineConfig, facts: ModelFacts) -> Resolved:
     """Gives every automatic setting its value and says why.
 
@@ -149,12 +162,8 @@ def resolve(config: EngineConfig, facts: ModelFacts) -> Resolved:
         reasons[name] = "given" if given is not None else why
         return automatic if given is None else given
 
-    context = pick("context_length", config.model.context_length, facts.max_position,
-                   "the model's own")  # fmt: skip
-    if context > facts.max_position:
-        raise ConfigError(
-            f"--context-length {context} is beyond the model's {facts.max_position} positions"
-        )
+    context = context_length(config, facts.max_position)
+    pick("context_length", config.model.context_length, context, "the model's own")
     page_size = pick("page_size", config.memory.page_size, 1, "finest prefix sharing")
     total, reasons["max_total_tokens"] = _pool_tokens(config, facts, context, page_size)
     chunk = pick("chunked_prefill_size", config.schedule.chunked_prefill_size,

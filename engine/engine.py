@@ -66,17 +66,16 @@ class Engine:
     async def create(
         cls,
         config: EngineConfig | None = None,
-        progress: Callable[[str], None] | None = None,
         **flags: Any,
     ) -> Engine:
         """Loads a model and starts. Give a config, or its flat settings as keywords.
 
-        progress: told of each slow part of the start.
+        Without a model_path it is the embedded model.
         Raises: ConfigError, ModelError.
         """
         chosen = EngineConfig.from_flags(flags) if config is None else config
         compose = importlib.import_module("treadle.tools.compose")
-        parts: Parts = await asyncio.to_thread(compose.compose, chosen, progress)
+        parts: Parts = await asyncio.to_thread(compose.compose, chosen)
         return cls(parts)
 
     async def __aenter__(self) -> Engine:

@@ -129,11 +129,11 @@ class Intake:
             eos = self._tokenizer.eos_token_ids if self._tokenizer else frozenset()
             stop_ids = eos | frozenset(params.stop_token_ids)
         return Request(
-            rid,
-            index,
-            list(prompt_ids),
-            len(prompt_ids) + wanted,
-            params,
+            request_id=rid,
+            index=index,
+            token_ids=list(prompt_ids),
+            max_len=len(prompt_ids) + wanted,
+            params=params,
             seed=_fold(seed, index),
             stop_ids=stop_ids,
             text=TextStream(self._tokenizer, params) if self._tokenizer else None,

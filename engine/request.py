@@ -6,7 +6,7 @@ Few integers are stored, the rest is derived; their order is checked in one plac
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, field
 from enum import Enum
 
 from treadle.engine.output import FinishReason, Sink
@@ -20,61 +20,38 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """Mutable; owned by the scheduler from submission to its last delta."""
 
-    __slots__ = (
-        "arrival", "epoch", "finish_reason", "first_token", "index", "is_abort_wanted", "max_len",
-        "num_cached", "num_computed", "num_in_flight", "num_prefill", "num_reported",
-        "num_scheduled", "pages", "params", "pending_text", "prompt_len", "request_id", "seed",
-        "sink", "slot", "status", "stop_ids", "stream_interval", "text", "token_ids",
-    )  # fmt: skip
+    request_id: str
+    index: int  # choice
+    token_ids: list[int]  # the prompt, then what was generated
+    max_len: int  # tokens at which the sequence ends, prompt included
+    params: SamplingParams
+    seed: int  # folded with the choice index
+    stop_ids: frozenset[int]  # token ids that end it
+    text: TextStream | None  # turns its tokens into text; None when there is no tokenizer
+    stream_interval: int  # generated tokens per delta, after the first
+    sink: Sink
 
-    def __init__(
-        self,
-        request_id: str,
-        index: int,
-        prompt_ids: list[int],
-        max_len: int,
-        params: SamplingParams,
-        *,
-        seed: int,
-        stop_ids: frozenset[int],
-        text: TextStream | None,
-        stream_interval: int,
-        sink: Sink,
-    ) -> None:
-        """max_len: tokens at which the sequence ends, prompt included.
-        stop_ids: token ids that end it.
-        text: turns its tokens into text; None when there is no tokenizer.
-        stream_interval: generated tokens per delta, after the first.
-        """
-        self.request_id = request_id
-        self.index = index
-        self.token_ids = list(prompt_ids)
-        self.prompt_len = len(prompt_ids)
-        self.max_len = max_len
-        self.params = params
-        self.seed = seed
-        self.stop_ids = stop_ids
-        self.text = text
-        self.stream_interval = stream_interval
-        self.sink = sink
-        self.arrival = time.monotonic()
-        self.first_token: float | None = None
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.is_abort_wanted = False
-        self.epoch = 0  # rows launched under an older epoch are dropped
-        self.slot = -1
-        self.pages: dict[str, list[int]] = {}  # by KV group
-        self.num_cached = 0  # prompt tokens whose KV was there at admission
-        self.num_computed = 0  # tokens whose KV is known to be written
-        self.num_scheduled = 0  # tokens whose KV is written or planned
-        self.num_in_flight = 0  # tokens to be sampled by launched steps
-        self.num_prefill = len(prompt_ids)  # tokens known at admission
-        self.num_reported = 0  # generated tokens that went out
-        self.pending_text = ""  # text found in `update`, not yet out
+    prompt_len: int = field(init=False)
+    num_prefill: int = field(init=False)  # tokens known at admission
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    is_abort_wanted: bool = False
+    epoch: int = 0  # rows launched under an older epoch are dropped
+    slot: int = -1
+    pages: dict[str, list[int]] = field(default_factory=dict)  # by KV group
+    num_cached: int = 0  # prompt tokens whose KV was there at admission
+    num_computed: int = 0  # tokens whose KV is known to be written
+    num_scheduled: int = 0  # tokens whose KV is written or planned
+    num_in_flight: int = 0  # tokens to be sampled by launched steps
+    num_reported: int = 0  # generated tokens that went out
+    pending_text: str = ""  # text found in `update`, not yet out
+
+    def __post_init__(self) -> None:
+        self.prompt_len = self.num_prefill = len(self.token_ids)
 
     @property
     def num_generated(self) -> int:

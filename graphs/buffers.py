@@ -32,9 +32,7 @@ class InputRing:
         self._staging = [device.staging(num_bytes) for _ in range(slots)]
         self._arriving = [self._make_arriving(buffer) for buffer in self._staging]
 
-    def fill(
-        self, seq: int, arrays: Mapping[str, npt.NDArray[Any]]
-    ) -> dict[str, torch.Tensor]:
+    def fill(self, seq: int, arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, torch.Tensor]:
         """The arrays as device tensors of the same shapes, valid until the slot's next turn."""
         slot = seq % len(self._staging)
         places, total = {}, 0

@@ -126,3 +126,15 @@ def open_device(name: str | None) -> Device:
     if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {chosen} is not there; {torch.cuda.device_count()} GPUs found")
     return CudaDevice(int(index or 0))
+
+
+def has_bf16_arithmetic(device: Device) -> bool:
+    """Whether bf16 multiplies natively; a host without it converts every operand."""
+    if not device.is_host:
+        return torch.cuda.get_device_capability(device.torch_device) >= (8, 0)
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line for line in file if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))

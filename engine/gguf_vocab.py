@@ -1,0 +1,357 @@
+"""Builds a tokenizer from a GGUF file's metadata. Knows nothing of tensors, models or chats.
+
+Format: the GGUF specification (ggml, docs/gguf.md), versions 2 and 3. What a vocabulary means
+(pre-tokenizers, special tokens, ends of generation) follows llama.cpp, which defines these keys.
+The header is read here because the gguf package takes 17 times as long over a vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from treadle.engine.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip  # noqa: E501
+
+# tokenizer.ggml.token_type
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+
+# Control tokens that end a generation though no key says so.
+_END_TEXTS = frozenset(
+    ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
+     "<EOT>", "<|end_of_text|>"]
+)  # fmt: skip
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+{_TAIL}"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}|", r"\p{N}|")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = r"[^\r\n\p{L}\p{N}]?"
+_TEKKEN = (
+    rf"{_CASED}{_UPPER}*{_LOWER}+|{_CASED}{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT4O = (
+    rf"{_CASED}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_CASED}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
+    "ὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
+    "ﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_CJK = r"[一-龥ࠀ-一가-퟿]+"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+
+# tokenizer.ggml.pre -> the patterns that cut the text, one after the other.
+_PATTERNS: dict[str, tuple[str, ...]] = {
+    "default": _DEFAULT,
+    **dict.fromkeys(
+        ("gpt-2", "mpt", "olmo", "phi-2", "jais", "gigachat", "mellum", "exaone4", "trillion",
+         "a.x-4.0", "granite-docling"),
+        (_GPT2,),
+    ),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        (r"\p{N}", _GPT2),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+         "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"),
+        (_LLAMA3,),
+    ),
+    **dict.fromkeys(
+        ("qwen2", "deepseek-r1-qwen", "kormo", "megrez", "stablelm2", "hunyuan", "grok-2"),
+        (_QWEN2,),
+    ),
+    "qwen35": (
+        rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+{_TAIL}",
+    ),
+    "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
+    "deepseek-llm": (
+        r"[\r\n]", rf"\s?[{_DEEPSEEK_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK,
+        r"\p{N}+",
+    ),
+    "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense"),
+        (
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+            rf"| ?[\p{{P}}\p{{S}}]+{_TAIL}",
+        ),
+    ),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]"),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), (r" ?[^(\s|.,!?…。，、।۔،)]+",)),
+    "viking": (r" ?[^(\s|.,!?…。，、।۔،)]+", r"\p{N}"),
+}  # fmt: skip
+
+# Whole words in the vocabulary are taken before any merge, and a beginning-of-text token is added.
+_WHOLE_WORDS = frozenset(
+    ["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+     "tekken"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class GgufVocab:
+    """What a GGUF file says about text."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str]  # bos_token, eos_token, unk_token, pad_token, sep_token
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]
+    chat_templates: dict[str, str]  # by name; the plain one is "default"
+
+
+def load_gguf_vocab(path: Path) -> GgufVocab:
+    """Reads the vocabulary of a GGUF file.
+
+    Raises: ModelError when the file is none, is broken, or holds a vocabulary of another kind.
+    """
+    data = read_metadata(path)
+    kind = data.get("tokenizer.ggml.model")
+    if "tokenizer.ggml.tokens" not in data or kind not in _BUILDERS:
+        raise ModelError(
+            f"{path} holds no tokenizer that can be used here: tokenizer.ggml.model is {kind!r}, "
+            f"supported are {', '.join(map(repr, _BUILDERS))}; name a folder with --tokenizer-path"
+        )
+    vocab = _Vocab(data)
+    try:
+        tokenizer = _BUILDERS[kind](vocab)
+        tokenizer.add_special_tokens(vocab.added(_CONTROL) + vocab.added(_UNKNOWN))
+        tokenizer.add_tokens(vocab.added(_USER_DEFINED))
+        tokenizer.post_processor = vocab.post_processor()
+    except Exception as error:  # the library raises bare exceptions for tables that do not agree
+        raise ModelError(f"{path}: the tokenizer's tables do not agree: {error}") from error
+    return GgufVocab(
+        tokenizer=tokenizer,
+        special_tokens=vocab.special_tokens(),
+        bos_token_id=vocab.token_id("bos"),
+        eos_token_ids=vocab.end_ids(),
+        chat_templates={
+            key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": text
+            for key, text in data.items()
+            if key.startswith("tokenizer.chat_template") and isinstance(text, str)
+        },
+    )
+
+
+def read_eos_ids(path: Path) -> frozenset[int]:
+    """Only the ids that end a text, of a vocabulary of any kind. Raises: ModelError."""
+    data = read_metadata(path)
+    return _Vocab(data).end_ids() if "tokenizer.ggml.tokens" in data else frozenset()
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Every key and value of a GGUF file's header. Raises: ModelError."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Header(data).read()
+    except (struct.error, ValueError, IndexError, OverflowError, MemoryError) as error:
+        raise ModelError(f"{path} is not a whole GGUF file: {error}") from error
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error.strerror}") from error
+
+
+class _Header:
+    """A cursor over the header."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self._offset = 0
+
+    def read(self) -> dict[str, Any]:
+        if self._data[:4] != MAGIC:
+            raise ValueError("it does not begin with GGUF")
+        self._offset = 4
+        version, _num_tensors, num_keys = self._unpack("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is unknown, 2 and 3 are known")
+        return {self._string(): self._value(*self._unpack("I")) for _ in range(num_keys)}
+
+    def _unpack(self, codes: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + codes, self._data, self._offset)
+        self._offset += struct.calcsize("<" + codes)
+        return values
+
+    def _string(self) -> str:
+        (length,) = struct.unpack_from("<Q", self._data, self._offset)
+        start = self._offset + 8
+        self._offset = start + length
+        if self._offset > len(self._data):
+            raise ValueError("a string reaches beyond its end")
+        return self._data[start : self._offset].decode("utf-8", "replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            item, count = self._unpack("IQ")
+            if item in _SCALARS:
+                return list(self._unpack(f"{count}{_SCALARS[item]}"))
+            return [self._value(item) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ValueError(f"value type {kind} is unknown")
+        return self._unpack(_SCALARS[kind])[0]
+
+
+class _Vocab:
+    """The tokenizer.ggml.* keys with their defaults."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self._data = data
+        self.pre: str = self.get("pre", "")
+        self.is_sentencepiece = self.get("model") == "llama"
+        raw: list[str] = self.get("tokens")
+        self.tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(raw)]
+        self.types: list[int] = self.get("token_type") or [_NORMAL] * len(self.tokens)
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._data.get(f"tokenizer.ggml.{key}", default)
+
+    def token_id(self, name: str) -> int | None:
+        defaults = {"bos": 1, "eos": 2, "unknown": 0} if self.is_sentencepiece else {}
+        token_id: int | None = self.get(f"{name}_token_id", defaults.get(name))
+        return token_id if token_id is not None and token_id < len(self.tokens) else None
+
+    def added(self, kind: int) -> list[AddedToken]:
+        """Tokens that are found in the text before all else."""
+        is_special = kind != _USER_DEFINED
+        return [
+            AddedToken(token, normalized=False, special=is_special)
+            for token, its_kind in zip(self.tokens, self.types, strict=True)
+            if its_kind == kind
+        ]
+
+    def special_tokens(self) -> dict[str, str]:
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+        found = {f"{short}_token": self.token_id(name) for short, name in names.items()}
+        return {name: self.tokens[i] for name, i in found.items() if i is not None}
+
+    def end_ids(self) -> frozenset[int]:
+        named = {self.token_id(name) for name in ("eos", "eot", "eom")}
+        told = {
+            i
+            for text in _END_TEXTS
+            if (i := self.ids.get(text)) is not None and self.types[i] == _CONTROL
+        }
+        return frozenset(told | {i for i in named if i is not None})
+
+    def post_processor(self) -> processors.TemplateProcessing:
+        """Adds the tokens that begin and end a text, as the file or its kind wants."""
+        bos, eos = self.token_id("bos"), self.token_id("eos")
+        default = self.is_sentencepiece or self.pre in _WHOLE_WORDS
+        return surround(
+            bos if self.get("add_bos_token", default) else None,
+            eos if self.get("add_eos_token", False) else None,
+        )
+
+
+def surround(bos: int | None, eos: int | None) -> processors.TemplateProcessing:
+    """What a tokenizer adds around a text: these tokens, where there are some."""
+    added = {name: i for name, i in (("bos", bos), ("eos", eos)) if i is not None}
+    return processors.TemplateProcessing(
+        single=["bos"] * ("bos" in added) + ["$A"] + ["eos"] * ("eos" in added),
+        special_tokens=list(added.items()),
+    )
+
+
+def _byte_level(vocab: _Vocab) -> Tokenizer:
+    """`gpt2`: byte-level BPE with its merges, the text cut by the patterns of `pre`."""
+    patterns = _PATTERNS.get(vocab.pre)
+    if patterns is None:
+        logger.warning(
+            "the GGUF file's pre-tokenizer %r is unknown: text is cut in llama.cpp's default way, "
+            "and prompts may get other tokens than the model was trained on",
+            vocab.pre,
+        )
+        patterns = _DEFAULT
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab.ids,
+            merges=[_pair(merge) for merge in vocab.get("merges", [])],
+            ignore_merges=vocab.pre in _WHOLE_WORDS,
+        )
+    )
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _sentencepiece(vocab: _Vocab) -> Tokenizer:
+    """`llama`: SentencePiece BPE, whose merges follow from the scores of the pieces."""
+    unknown = vocab.token_id("unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocab.ids,
+            merges=_merges_by_score(vocab),
+            unk_token=None if unknown is None else vocab.tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    has_prefix = vocab.get("add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if has_prefix else spaces
+    )
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer
+
+
+def _merges_by_score(vocab: _Vocab) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others; the piece with the highest score first."""
+    ids, types = vocab.ids, vocab.types
+    scores: list[float] = vocab.get("scores") or [-float(i) for i in range(len(types))]
+    mergeable = (_NORMAL, _USER_DEFINED, _UNUSED)
+    pieces = {piece: i for piece, i in ids.items() if types[i] in mergeable}
+    ordered = sorted(pieces, key=lambda piece: (-scores[pieces[piece]], pieces[piece]))
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in ordered
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}

@@ -1,0 +1,22 @@
+"""Dense linear layers over plain tensors.
+
+Knows nothing of what the features mean, nor where the weight came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """x W^T + b."""
+
+    weight: Tensor  # [out, in]
+    bias: Tensor | None = None  # [out]
+
+    def __call__(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        return F.linear(x, self.weight, self.bias)

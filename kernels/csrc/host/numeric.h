@@ -1,0 +1,61 @@
+// Scalars of the host kernels: bf16, rounding, exp. Knows nothing of any kernel.
+//
+// Everything here is free of branches, so that loops over it vectorise.
+
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+namespace treadle {
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+
+inline float widen(Bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+
+template <class T>
+T narrow(float x);
+
+template <>
+inline float narrow<float>(float x) {
+  return x;
+}
+
+// To nearest, ties to even; a NaN stays one.
+template <>
+inline Bf16 narrow<Bf16>(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return Bf16{static_cast<uint16_t>(x == x ? rounded : 0x7fc0u)};
+}
+
+template <class T>
+float round_to(float x) {
+  return widen(narrow<T>(x));
+}
+
+// exp with a relative error below 3e-7; 0 below -87, and constant above 88. A NaN stays one.
+// x = n ln 2 + r with |r| <= ln 2 / 2; the Taylor series of exp(r) to r^6, times 2^n.
+inline float fast_exp(float x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
+  const float clamped = x > 88.0f ? 88.0f : x;
+  const float shifted = clamped * 1.44269504f + kRounder;
+  const float n = shifted - kRounder;
+  const float r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
+  float series = 1.0f / 720;
+  series = series * r + 1.0f / 120;
+  series = series * r + 1.0f / 24;
+  series = series * r + 1.0f / 6;
+  series = series * r + 0.5f;
+  series = series * r + 1.0f;
+  series = series * r + 1.0f;
+  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(kRounder);
+  const float power = std::bit_cast<float>((exponent + 127) << 23);
+  return x < -87.0f ? 0.0f : series * power;
+}
+
+}  // namespace treadle

@@ -1,0 +1,128 @@
+// Vectors and the two dense operations that attention is made of: a small matrix product and a
+// transposition. Knows nothing of attention.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "numeric.h"
+
+namespace treadle {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kColumns = 4;
+#elif defined(__AVX__)
+constexpr int kLanes = 8, kColumns = 2;
+#else
+constexpr int kLanes = 4, kColumns = 2;
+#endif
+constexpr int kRows = 6;  // kRows x kColumns sums fit the register file of each
+
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef Vec LooseVec __attribute__((aligned(sizeof(float)), may_alias));  // anywhere in memory
+
+inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); }
+
+inline Vec load(const Bf16* x) {
+  typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+  Halves halves;
+  std::memcpy(&halves, x, sizeof halves);
+  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Words) << 16);
+}
+
+inline void store(float* x, Vec value) { *reinterpret_cast<LooseVec*>(x) = value; }
+
+// c[rows, columns of Vec] (+)= a[rows, depth] * b[depth, columns]; sums stay in registers.
+template <int Rows, int Columns>
+inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
+                          int64_t ldc, int64_t depth, bool accumulate) {
+  Vec sums[Rows][Columns];
+  for (int i = 0; i < Rows; ++i) {
+    for (int j = 0; j < Columns; ++j) {
+      sums[i][j] = accumulate ? load(c + i * ldc + j * kLanes) : Vec{};
+    }
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec b_row[Columns];
+    for (int j = 0; j < Columns; ++j) b_row[j] = load(b + k * ldb + j * kLanes);
+    for (int i = 0; i < Rows; ++i) {
+      for (int j = 0; j < Columns; ++j) sums[i][j] += a[i * lda + k] * b_row[j];
+    }
+  }
+  for (int i = 0; i < Rows; ++i) {
+    for (int j = 0; j < Columns; ++j) store(c + i * ldc + j * kLanes, sums[i][j]);
+  }
+}
+
+// As multiply_tile, for any number of rows up to Rows.
+template <int Rows, int Columns>
+inline void multiply_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb,
+                          float* c, int64_t ldc, int64_t depth, bool accumulate) {
+  if (rows == Rows) {
+    multiply_tile<Rows, Columns>(a, lda, b, ldb, c, ldc, depth, accumulate);
+  } else if constexpr (Rows > 1) {
+    multiply_rows<Rows - 1, Columns>(rows, a, lda, b, ldb, c, ldc, depth, accumulate);
+  }
+}
+
+// c[rows, width] (+)= a[rows, depth] * b[depth, width]. width is a multiple of kLanes.
+inline void multiply(int64_t rows, int64_t width, int64_t depth, const float* a, int64_t lda,
+                     const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  for (int64_t i = 0; i < rows; i += kRows) {
+    const int64_t some = rows - i < kRows ? rows - i : kRows;
+    const float* a_row = a + i * lda;
+    float* c_row = c + i * ldc;
+    int64_t j = 0;
+    for (; j + kColumns * kLanes <= width; j += kColumns * kLanes) {
+      multiply_rows<kRows, kColumns>(some, a_row, lda, b + j, ldb, c_row + j, ldc, depth,
+                                     accumulate);
+    }
+    for (; j < width; j += kLanes) {
+      multiply_rows<kRows, 1>(some, a_row, lda, b + j, ldb, c_row + j, ldc, depth, accumulate);
+    }
+  }
+}
+
+#if defined(__clang__)
+#define TREADLE_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Lanes __attribute__((vector_size(kLanes * sizeof(int32_t))));
+#define TREADLE_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Lanes{__VA_ARGS__})
+#endif
+
+// Two rows of a matrix of Size x Size blocks, Size apart: their blocks of even and of odd columns.
+template <int Size, int... Lane>
+inline std::pair<Vec, Vec> pair_blocks(Vec a, Vec b, std::integer_sequence<int, Lane...>) {
+  return {TREADLE_SHUFFLE(a, b, ((Lane & Size) ? kLanes + Lane - Size : Lane)...),
+          TREADLE_SHUFFLE(a, b, ((Lane & Size) ? kLanes + Lane : Lane + Size)...)};
+}
+
+// Transposes a kLanes x kLanes matrix in place (Eklundh 1972: by halves, then quarters ...).
+template <int Size = kLanes / 2>
+inline void transpose(Vec* rows) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (i & Size) continue;
+    const auto [even, odd] =
+        pair_blocks<Size>(rows[i], rows[i + Size], std::make_integer_sequence<int, kLanes>{});
+    rows[i] = even;
+    rows[i + Size] = odd;
+  }
+  if constexpr (Size > 1) transpose<Size / 2>(rows);
+}
+
+// The sum of each of kLanes rows: a transposition that adds as it goes. Overwrites the rows.
+template <int Size = kLanes / 2>
+inline Vec sum_rows(Vec* rows) {
+  for (int i = 0; i < Size; ++i) {
+    const auto [even, odd] =
+        pair_blocks<Size>(rows[i], rows[i + Size], std::make_integer_sequence<int, kLanes>{});
+    rows[i] = even + odd;
+  }
+  if constexpr (Size > 1) return sum_rows<Size / 2>(rows);
+  return rows[0];
+}
+
+}  // namespace treadle

@@ -1,0 +1,81 @@
+"""Loads the compiled host kernels and hands out their functions; without them torch serves.
+
+Knows nothing of any kernel: each family declares the functions that it calls.
+
+The library is built when the package is installed, once per instruction set. It uses the OpenMP
+runtime that torch has already loaded: a second thread pool would compete for the same cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+import torch  # before the library: its OpenMP symbols come from torch's runtime
+from torch import Tensor
+
+_log = logging.getLogger(__name__)
+
+POINTER: Final = ctypes.c_void_p
+SIZE: Final = ctypes.c_int64
+INT: Final = ctypes.c_int
+FLOAT: Final = ctypes.c_float
+
+_V3 = frozenset(
+    "cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3 avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()
+)
+_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_BUILDS = (("_host_v4", _V4), ("_host_v3", _V3), ("_host", frozenset[str]()))  # x86-64 psABI levels
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _cpu_flags() -> frozenset[str]:
+    """What the CPU can do, in Linux's words; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return frozenset(flags.partition(":")[2].split())
+
+
+def _load() -> ctypes.CDLL | None:
+    if os.environ.get("TREADLE_HOST_KERNELS") == "0":
+        _log.info("host kernels are off: TREADLE_HOST_KERNELS=0")
+        return None
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    flags = _cpu_flags()
+    reason = "not built, or for another CPU"
+    for name, needed in _BUILDS:
+        path = Path(__file__).with_name(f"{name}{suffix}")
+        if not needed <= flags or not path.exists():
+            continue
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            reason = str(error)
+    _log.warning("no compiled host kernels (%s): the slower torch versions serve", reason)
+    return None
+
+
+LIBRARY: Final = _load()
+
+
+def function(name: str, argtypes: Sequence[type]) -> Callable[..., None] | None:
+    """A C function of the library, or None when the library is not there."""
+    if LIBRARY is None:
+        return None
+    pointer = LIBRARY[name]
+    pointer.argtypes = list(argtypes)
+    pointer.restype = None
+    return pointer
+
+
+def kind(x: Tensor) -> int | None:
+    """The library's number for the tensor's dtype, None for a tensor that it cannot take."""
+    return _KINDS.get(x.dtype) if x.is_cpu else None

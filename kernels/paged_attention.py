@@ -1,0 +1,200 @@
+"""Causal attention of new queries over a paged cache, decode and prefill rows in one call.
+
+Knows slots, pages and lengths: never a request, nor how the pages were allocated.
+
+Axes: T tokens, R rows, H query heads, K kv heads, D head dim, N token slots, P pages of a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from treadle.kernels import host
+
+_paged_attention = host.function(
+    "treadle_paged_attention",
+    [host.INT, *[host.POINTER] * 7, *[host.SIZE] * 8, host.FLOAT],
+)
+_MAX_HOST_DIM = 256
+_NO_WINDOW = 1 << 40
+
+_BLOCK_SCORES = 1 << 22  # fp32 scores that the torch version holds at once: 16 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMeta:
+    """Where each row's queries and cached tokens are.
+
+    Row r owns queries cu_seqlens_q[r]:cu_seqlens_q[r + 1], the last positions of its sequence. Its
+    position p lies in cache slot page_table[r, p // page_size] * page_size + p % page_size. Entries
+    of the page table that no visible position needs may hold anything.
+    """
+
+    cu_seqlens_q: Tensor  # [R + 1] int32, starts at 0, strictly increasing
+    seq_lens: Tensor  # [R] int32, tokens of the row after this step
+    page_table: Tensor  # [R, P] int32
+    page_size: int  # tokens
+    max_q_len: int  # tokens, at least the longest row's
+    max_seq_len: int  # tokens, at least the longest row's
+
+    def __post_init__(self) -> None:
+        for tensor in (self.cu_seqlens_q, self.seq_lens, self.page_table):
+            assert tensor.dtype is torch.int32 and tensor.stride(-1) == 1
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    k_cache: Tensor,  # [N, K, D] H is a multiple of K
+    v_cache: Tensor,  # [N, K, D]
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:  # [T, H, D] q's dtype, contiguous
+    """Softmax attention in fp32; the cache already holds the queries' own keys and values.
+
+    window: a query at position p sees the keys at positions above p - window.
+    """
+    kind = host.kind(q)
+    _, q_heads, dim = q.shape
+    can_compile = (
+        k_cache.dtype is q.dtype
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+        and q.stride(2) == 1
+        and q.stride(1) == dim
+        and dim % 16 == 0
+        and dim <= _MAX_HOST_DIM
+    )
+    if _paged_attention is None or kind is None or not can_compile:
+        return paged_attention_torch(q, k_cache, v_cache, meta, scale, window)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _paged_attention(
+        kind,
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        meta.cu_seqlens_q.data_ptr(),
+        meta.seq_lens.data_ptr(),
+        meta.page_table.data_ptr(),
+        meta.seq_lens.shape[0],
+        q_heads,
+        k_cache.shape[1],
+        dim,
+        meta.page_size,
+        meta.page_table.stride(0),
+        q.stride(0),
+        _NO_WINDOW if window is None else window,
+        scale,
+    )
+    return out
+
+
+def paged_attention_torch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    meta: AttentionMeta,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Decode rows run as padded batches, longer rows one after the other in blocks of queries."""
+    cache = _Cache(k_cache, v_cache, meta.page_size, scale, window)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if meta.max_q_len == 1:
+        _decode(q, cache, meta.seq_lens, meta.page_table, meta.max_seq_len, out)
+        return out
+    starts, lengths = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
+    q_lens = [end - begin for begin, end in pairwise(starts)]
+    single = [r for r, q_len in enumerate(q_lens) if q_len == 1]
+    if single:
+        rows = torch.tensor(single, device=q.device)
+        tokens = meta.cu_seqlens_q[rows]
+        longest = max(lengths[r] for r in single)
+        piece = torch.empty_like(out[: len(single)])
+        _decode(q[tokens], cache, meta.seq_lens[rows], meta.page_table[rows], longest, piece)
+        out[tokens] = piece
+    for r, q_len in enumerate(q_lens):
+        if q_len > 1:
+            row = slice(starts[r], starts[r + 1])
+            _prefill(q[row], cache, lengths[r], meta.page_table[r : r + 1], out[row])
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    k: Tensor  # [N, K, D]
+    v: Tensor  # [N, K, D]
+    page_size: int
+    scale: float
+    window: int | None
+
+    def span(self, q_len: int, seq_len: int) -> int:
+        """Positions that the last q_len queries of a row can see."""
+        return seq_len if self.window is None else min(seq_len, self.window + q_len - 1)
+
+
+def _decode(
+    q: Tensor,  # [R, H, D]
+    cache: _Cache,
+    seq_lens: Tensor,  # [R]
+    page_table: Tensor,  # [R, P]
+    longest: int,
+    out: Tensor,  # [R, H, D] written
+) -> None:
+    span = cache.span(1, longest)
+    rows = max(1, _BLOCK_SCORES // (span * q.shape[1]))
+    for begin in range(0, q.shape[0], rows):
+        part = slice(begin, begin + rows)
+        block = _attend(q[part].unsqueeze(1), cache, seq_lens[part], page_table[part], span)
+        out[part] = block.squeeze(1)
+
+
+def _prefill(
+    q: Tensor,  # [Q, H, D]
+    cache: _Cache,
+    seq_len: int,
+    page_table: Tensor,  # [1, P]
+    out: Tensor,  # [Q, H, D] written
+) -> None:
+    q_len, heads, _ = q.shape
+    rows = max(1, _BLOCK_SCORES // (seq_len * heads))
+    for begin in range(0, q_len, rows):
+        end = min(begin + rows, q_len)
+        seen = seq_len - q_len + end  # the block's last query is the last position of this prefix
+        seq_lens = torch.tensor([seen], device=q.device)
+        span = cache.span(end - begin, seen)
+        out[begin:end] = _attend(q[None, begin:end], cache, seq_lens, page_table, span)[0]
+
+
+def _attend(
+    q: Tensor,  # [B, Q, H, D] the last Q positions of each sequence
+    cache: _Cache,
+    seq_lens: Tensor,  # [B]
+    page_table: Tensor,  # [B, P]
+    span: int,  # positions back from each sequence's end that any query can see
+) -> Tensor:  # [B, Q, H, D] fp32
+    batch, q_len, heads, dim = q.shape
+    kv_heads = cache.k.shape[1]
+    end = seq_lens.long().unsqueeze(1)
+    keys = end - span + torch.arange(span, device=q.device)  # [B, L]
+    queries = (end - q_len + torch.arange(q_len, device=q.device)).unsqueeze(2)  # [B, Q, 1]
+    first = torch.zeros_like(end)
+    visible = keys.unsqueeze(1) <= queries  # [B, Q, L]
+    if cache.window is not None:
+        first = (end - q_len - cache.window + 1).clamp_min(0)
+        visible &= keys.unsqueeze(1) > queries - cache.window
+    visible &= (keys >= first).unsqueeze(1)
+    keys = torch.maximum(keys, first)  # never reads a slot that no query sees
+    pages = page_table.gather(1, keys // cache.page_size).long()
+    slots = pages * cache.page_size + keys % cache.page_size
+    k, v = cache.k[slots].float(), cache.v[slots].float()  # [B, L, K, D]
+    grouped = q.float().view(batch, q_len, kv_heads, heads // kv_heads, dim) * cache.scale
+    scores = torch.einsum("bqkgd,blkd->bkgql", grouped, k)
+    scores.masked_fill_(~visible[:, None, None], float("-inf"))
+    mixed = torch.einsum("bkgql,blkd->bqkgd", scores.softmax(-1), v)
+    return mixed.reshape(batch, q_len, heads, dim)

@@ -1,0 +1,93 @@
+"""Root-mean-square normalisation, alone and fused with the residual addition.
+
+Knows nothing of models: callers say which weight and epsilon apply.
+
+Axes: D the normalised dimension. Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from treadle.kernels import host
+
+_rms_norm = host.function(
+    "treadle_rms_norm",
+    [host.INT, *[host.POINTER] * 3, *[host.SIZE] * 4, host.FLOAT],
+)
+_add_rms_norm = host.function(
+    "treadle_add_rms_norm",
+    [host.INT, *[host.POINTER] * 5, *[host.SIZE] * 2, host.FLOAT],
+)
+
+
+def rms_norm(
+    x: Tensor,  # [..., D]
+    weight: Tensor,  # [D] x's dtype
+    eps: float,
+) -> Tensor:  # [..., D] x's dtype
+    """Divides by the root mean square over D, taken in fp32, then multiplies by the weight.
+
+    The quotient is rounded to x's dtype before the multiplication, as Llama does.
+    """
+    kind = host.kind(x)
+    dim = x.shape[-1]
+    heads = x.shape[1] if x.dim() == 3 else 1
+    is_dense = x.stride(-1) == 1 and (heads == 1 or x.stride(1) == dim) and x.dim() in (2, 3)
+    if _rms_norm is None or kind is None or not is_dense or weight.dtype is not x.dtype:
+        return rms_norm_torch(x, weight, eps)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _rms_norm(
+        kind,
+        x.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        x.shape[0],
+        heads,
+        dim,
+        x.stride(0),
+        eps,
+    )
+    return out
+
+
+def add_rms_norm(
+    x: Tensor,  # [..., D]
+    residual: Tensor,  # [..., D] x's dtype
+    weight: Tensor,  # [D] x's dtype
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The norm of `x + residual`, and that sum: (normed, new_residual)."""
+    kind = host.kind(x)
+    is_dense = x.is_contiguous() and residual.is_contiguous()
+    is_uniform = residual.dtype is x.dtype and weight.dtype is x.dtype
+    if _add_rms_norm is None or kind is None or not is_dense or not is_uniform:
+        return add_rms_norm_torch(x, residual, weight, eps)
+    normed, new_residual = torch.empty_like(x), torch.empty_like(x)
+    dim = x.shape[-1]
+    _add_rms_norm(
+        kind,
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        normed.data_ptr(),
+        new_residual.data_ptr(),
+        x.numel() // dim,
+        dim,
+        eps,
+    )
+    return normed, new_residual
+
+
+def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+def add_rms_norm_torch(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    new_residual = x + residual
+    return rms_norm_torch(new_residual, weight, eps), new_residual

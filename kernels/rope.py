@@ -1,0 +1,85 @@
+"""Rotary position embedding of queries and keys.
+
+Knows nothing of how the angles were scaled: callers bring the finished table of cosines and sines.
+
+Axes: T tokens, H query heads, K kv heads, D head dim. Su et al., RoFormer, 2021, section 3.4.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from treadle.kernels import host
+
+_rope = host.function(
+    "treadle_rope",
+    [host.INT, *[host.POINTER] * 6, *[host.SIZE] * 7, host.INT],
+)
+
+
+def apply_rope(
+    q: Tensor,  # [T, H, D] may be a strided view
+    k: Tensor,  # [T, K, D] may be a strided view
+    positions: Tensor,  # [T] int32 or int64
+    cos_sin: Tensor,  # [max_position, rotary_dim] fp32, cosines in the first half
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotates the first rotary_dim of D in fp32; returns new contiguous (q, k).
+
+    interleaved: pairs are neighbours (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+    """
+    kind = host.kind(q)
+    tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
+    is_dense = _has_dense_tokens(q) and _has_dense_tokens(k) and cos_sin.is_contiguous()
+    if _rope is None or kind is None or not is_dense or k.dtype is not q.dtype:
+        return apply_rope_torch(q, k, positions, cos_sin, interleaved)
+    positions = positions.long().contiguous()
+    q_out, k_out = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    _rope(
+        kind,
+        q.data_ptr(),
+        k.data_ptr(),
+        positions.data_ptr(),
+        cos_sin.data_ptr(),
+        q_out.data_ptr(),
+        k_out.data_ptr(),
+        tokens,
+        q_heads,
+        kv_heads,
+        dim,
+        cos_sin.shape[1],
+        q.stride(0),
+        k.stride(0),
+        interleaved,
+    )
+    return q_out, k_out
+
+
+def apply_rope_torch(
+    q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+
+
+def _has_dense_tokens(x: Tensor) -> bool:
+    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
+
+
+def _rotate(
+    x: Tensor,  # [T, H, D]
+    cos: Tensor,  # [T, 1, rotary_dim / 2]
+    sin: Tensor,  # [T, 1, rotary_dim / 2]
+    interleaved: bool,
+) -> Tensor:
+    half = cos.shape[-1]
+    first, second = slice(0, half), slice(half, 2 * half)
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    a, b = x[..., first].float(), x[..., second].float()
+    out = x.clone(memory_format=torch.contiguous_format)
+    out[..., first] = (a * cos - b * sin).to(x.dtype)
+    out[..., second] = (b * cos + a * sin).to(x.dtype)
+    return out

@@ -1,0 +1,156 @@
+"""The command line: `treadle serve`, `treadle generate`, `treadle --version`.
+
+Knows flags and how each becomes a setting; the work is done by the module of each command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from treadle.engine.config import EngineConfig, flag
+from treadle.engine.errors import TreadleError
+from treadle.tools.version import treadle_version
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
+_INTEGERS = {
+    "context_length", "random_seed", "page_size", "max_total_tokens", "max_running_requests",
+    "chunked_prefill_size", "stream_interval", "decode_log_interval",
+}  # fmt: skip
+_ALIASES = {"model_path": ("--model",), "random_seed": ("--seed",)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    arguments = [_dashes(word) for word in (sys.argv[1:] if argv is None else argv)]
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    if unknown:
+        parser.error(_unknown(unknown[0], options.known))
+    _log_to_stderr(options.log_level)
+    try:
+        exit_code: int = options.run(options)
+    except TreadleError as error:
+        print(f"treadle: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return exit_code
+
+
+def engine_flags(options: argparse.Namespace) -> dict[str, object]:
+    """The options that are engine settings, by flat name."""
+    names = [each.name for group in _groups() for each in fields(group)]
+    chosen = {name: getattr(options, name) for name in names}
+    if options.model is not None:
+        chosen["model_path"] = options.model
+    return chosen
+
+
+def human_int(text: str) -> int:
+    """An integer, also as 8k or 1M."""
+    number, suffix = (text[:-1], text[-1].lower()) if text[-1:].lower() in _SUFFIXES else (text, "")
+    try:
+        return int(float(number) * _SUFFIXES[suffix]) if suffix else int(number)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096 or 4k") from None
+
+
+def _groups() -> list[object]:
+    config = EngineConfig()
+    return [getattr(config, each.name) for each in fields(config)]
+
+
+def _dashes(word: str) -> str:
+    """`--max_total_tokens=5` as `--max-total-tokens=5`."""
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    name = word.split("=")[0]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{name} is not an option{f'; did you mean {close[0]}?' if close else ''}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="treadle", description="An LLM serving engine.")
+    parser.add_argument("--version", action="version", version=f"treadle {treadle_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="{serve,generate}")
+    serve = commands.add_parser("serve", help="serve a model over HTTP", allow_abbrev=False)
+    api = serve.add_argument_group("server")
+    api.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    api.add_argument("--port", type=int, default=30000, help="port to listen on (30000)")
+    api.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+                     help="how long running requests may take to finish at SIGTERM (30)")  # fmt: skip
+    api.add_argument("--enable-cache-report", action="store_true",
+                     help="put cached tokens into usage")  # fmt: skip
+    api.add_argument("--incremental-streaming-output", action="store_true",
+                     help="/generate streams deltas instead of the text so far")  # fmt: skip
+    _add_engine_flags(serve, run=_serve)
+    generate = commands.add_parser(
+        "generate", help="answer prompts on the command line", allow_abbrev=False
+    )
+    asked = generate.add_argument_group("request")
+    asked.add_argument("--prompt", action="append",
+                       help="may be given several times; without it: standard input, "
+                       "one prompt a line")  # fmt: skip
+    asked.add_argument("--max-new-tokens", type=human_int, default=128, help="(128)")
+    asked.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest (0)")
+    asked.add_argument("--chat", action="store_true", help="put prompts through the chat template")
+    _add_engine_flags(generate, run=_generate)
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, run: object) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="same as --model-path")
+    for group in _groups():
+        section = parser.add_argument_group(type(group).__name__.removesuffix("Config").lower())
+        for each in fields(group):  # type: ignore[arg-type]
+            section.add_argument(
+                flag(each.name),
+                *_ALIASES.get(each.name, ()),
+                dest=each.name,
+                default=each.default,
+                choices=each.metadata["choices"] or None,
+                type=human_int if each.name in _INTEGERS else str,
+                help=each.metadata["help"] + ("" if each.default is None else f" ({each.default})"),
+            )
+    parser.add_argument("--log-level", default="info",
+                        choices=("debug", "info", "warning", "error"), help="(info)")  # fmt: skip
+    known = [name for action in parser._actions for name in action.option_strings]
+    parser.set_defaults(run=run, known=known)
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(),
+        format="[%(asctime)s] %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+        stream=sys.stderr,
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from treadle.tools.serve import serve
+
+    return serve(options, engine_flags(options))
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from treadle.tools.generate import generate
+
+    return generate(options, engine_flags(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""`treadle serve`: one process that owns its event loop, its garbage collector and its port.
+
+Knows the server and the engine; every setting comes in as options.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from treadle.engine import Engine
+from treadle.http.server import ServerSettings, run
+from treadle.http.server import serve as serve_http
+from treadle.http.state import ApiSettings, ServerState
+
+logger = logging.getLogger("treadle")
+
+SWITCH_INTERVAL_S = 0.0005  # a step's hundreds of short torch calls each wait for the GIL this long
+
+
+def serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    """Serves until a signal and returns 0, or 1 when the device was lost on the way."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return run(_serve(options, flags))
+
+
+async def _serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    state = ServerState(
+        ApiSettings(
+            enable_cache_report=options.enable_cache_report,
+            incremental_streaming_output=options.incremental_streaming_output,
+        )
+    )
+    settings = ServerSettings(options.host, options.port, options.shutdown_timeout)
+    engines: list[Engine] = []
+
+    async def start() -> Engine:
+        engine = await Engine.create(**flags)
+        engines.append(engine)
+        return engine
+
+    try:
+        await serve_http(start, state, settings, on_ready=lambda port: _ready(options.host, port))
+        return 0 if all(engine.is_ready for engine in engines) else 1
+    finally:
+        for engine in engines:
+            await engine.shutdown()
+
+
+def _ready(host: str, port: int) -> None:
+    gc.collect()
+    gc.freeze()  # what is alive now stays: a full collection would stop the loop to look at it
+    logger.info("Listening on http://%s:%d", host, port)
+    logger.info("The server is fired up and ready to roll!")
