@@ -49,7 +49,7 @@ class HfTokenizer:
         self._vocab_size = _vocab_size(backend, added)
         self._eos_token_ids = eos_token_ids
         self._special_token_ids = frozenset(i for i, token in added.items() if token.special)
-        self._bytes = TokenBytes(backend, added)
+        self._bytes = TokenBytes(backend, added, self._vocab_size)
 
     @property
     def vocab_size(self) -> int:

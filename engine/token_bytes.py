@@ -19,13 +19,18 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenBytes(dict[int, bytes]):
     """The bytes of each token, found when first asked for: a start-up pays for none."""
 
-    def __init__(self, backend: Tokenizer, added: Mapping[int, AddedToken]) -> None:
+    def __init__(
+        self, backend: Tokenizer, added: Mapping[int, AddedToken], vocab_size: int
+    ) -> None:
         self._backend = backend
+        self._vocab_size = vocab_size
         self._read = _piece_reader(backend, added)
 
     def __missing__(self, token_id: int) -> bytes:
-        piece = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        if piece is None:
+        if not 0 <= token_id < self._vocab_size:
+            return b""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:  # a hole in the vocabulary
             return b""
         found = self[token_id] = self._read(token_id, piece)
         return found

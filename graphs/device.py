@@ -85,13 +85,13 @@ class CudaDevice:
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return _CudaEvent(event)
 

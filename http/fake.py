@@ -79,7 +79,7 @@ class Submitted:
 class FakeEngine:
     """Answers every prompt with words chosen by its ids and the choice, one a turn of the loop."""
 
-    info: EngineInfo = field(default_factory=lambda: fake_info())
+    info: EngineInfo = field(default_factory=lambda: _info())
     tokenizer: Tokenizer | None = field(default_factory=ByteTokenizer)
     submitted: list[Submitted] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -176,10 +176,14 @@ class FakeEngine:
             if params.max_new_tokens == 0 or request_id in self._abort:
                 text, new = "", []
             count += len(new)
-            sink(RequestOutput(request_id, index, text, new, len(ids), count, 0, reason))
+            try:
+                sink(RequestOutput(request_id, index, text, new, len(ids), count, 0, reason))
+            except Exception:
+                self._abort.add(request_id)
         self._left[request_id] -= 1
         if not self._left[request_id]:
             del self._left[request_id]
+            self._abort.discard(request_id)
 
     def _ending(
         self, request_id: str, params: SamplingParams, count: int, num_words: int
@@ -220,7 +224,7 @@ def reply_text(prompt_ids: Sequence[int], index: int = 0, limit: int | None = No
     return "".join(words if limit is None else words[:limit])
 
 
-def fake_info() -> EngineInfo:
+def _info() -> EngineInfo:
     return EngineInfo(
         served_model_name=MODEL,
         model_path="/models/tiny",

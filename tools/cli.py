@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 from treadle.engine.config import EngineConfig, flag
 from treadle.engine.errors import TreadleError
@@ -63,7 +64,7 @@ def human_int(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096 or 4k") from None
 
 
-def _groups() -> list[object]:
+def _groups() -> list[Any]:
     config = EngineConfig()
     return [getattr(config, each.name) for each in fields(config)]
 
@@ -91,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     api.add_argument("--port", type=int, default=30000, help="port to listen on (30000)")
     api.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
-                     help="how long running requests may take to finish at SIGTERM (30)")  # fmt: skip
+                     help="time for running requests to finish at SIGTERM (30)")  # fmt: skip
     api.add_argument("--enable-cache-report", action="store_true",
                      help="put cached tokens into usage")  # fmt: skip
     api.add_argument("--incremental-streaming-output", action="store_true",
@@ -115,7 +116,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser, run: object) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="same as --model-path")
     for group in _groups():
         section = parser.add_argument_group(type(group).__name__.removesuffix("Config").lower())
-        for each in fields(group):  # type: ignore[arg-type]
+        for each in fields(group):
             section.add_argument(
                 flag(each.name),
                 *_ALIASES.get(each.name, ()),

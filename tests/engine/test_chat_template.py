@@ -117,9 +117,9 @@ def test_rendering_equals_transformers(
         add_generation_prompt=add_generation_prompt,
     )
     template = make(TEMPLATES[name])
-    options = {"add_generation_prompt": add_generation_prompt}
-    assert template.render(messages, **options) == expected
-    assert template.render(in_parts(messages), **options) == expected
+    for form in (messages, in_parts(messages)):
+        found = template.render(form, add_generation_prompt=add_generation_prompt)
+        assert found == expected
     assert expected.count("suppose") == len(messages) // 2
 
 

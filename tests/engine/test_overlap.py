@@ -10,6 +10,7 @@ import pytest
 from fake_engine import EOS, VOCAB, capacity, expected_tokens, make_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from treadle.engine import Engine, InvalidRequest, RequestOutput, SamplingParams
 from treadle.graphs.fake import FakeExecutor, default_token
 from treadle.graphs.step import KvGroup

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from treadle.engine.page_pool import OutOfPages, PagePool
 from treadle.graphs.step import KvGroup
 

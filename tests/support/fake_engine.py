@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 from treadle.engine.config import EngineConfig
 from treadle.engine.info import EngineInfo, Parts
 from treadle.graphs.fake import EMPTY, FakeExecutor, TokenFunction, default_token, extend_hash

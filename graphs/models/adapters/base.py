@@ -19,6 +19,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_FIRST_WINDOWED_LAYER = 28  # where a config has no max_window_layers
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -92,7 +93,7 @@ def layer_windows(config: HfConfig, num_layers: int) -> tuple[int | None, ...]:
         return (None,) * num_layers
     window = config.size("sliding_window")
     first = config.get("max_window_layers")
-    first = first if isinstance(first, int) else 28
+    first = first if isinstance(first, int) else _FIRST_WINDOWED_LAYER
     kinds = config.texts("layer_types") or tuple(
         "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     )

@@ -53,12 +53,12 @@ struct Range {
 
 // Sums of a tile over one part of its keys: its output is values / total over all parts.
 struct Sums {
-  float *values, *maximum, *total;  // [tile rows, dim], [tile rows], [tile rows]
+  float *values, *total, *maximum;  // [tile rows, dim], [tile rows, kLanes], [tile rows]
 
   Sums(float* memory, int64_t tile_rows, int64_t dim)
-      : values(memory), maximum(values + tile_rows * dim), total(maximum + tile_rows) {}
+      : values(memory), total(values + tile_rows * dim), maximum(total + tile_rows * kLanes) {}
 
-  static int64_t size(int64_t tile_rows, int64_t dim) { return tile_rows * (dim + 2); }
+  static int64_t size(int64_t tile_rows, int64_t dim) { return tile_rows * (dim + kLanes + 1); }
 };
 
 struct Scratch {
@@ -66,7 +66,7 @@ struct Scratch {
   alignas(64) float keys[kMaxDim * kBlockKeys];      // [dim, keys]
   alignas(64) float values[kBlockKeys * kMaxDim];    // [keys, dim]
   alignas(64) float scores[kTileRows * kBlockKeys];  // [tile rows, keys]
-  alignas(64) float sums[kTileRows * (kMaxDim + 2)];
+  alignas(64) float sums[kTileRows * (kMaxDim + kLanes + 1)];
 };
 
 std::vector<Tile> make_tiles(const Shape& shape, const int32_t* cu_seqlens_q,
@@ -129,11 +129,10 @@ void load_keys(const Block<T>& keys, int64_t dim, float* out) {
 template <int Rows, class T>
 void score_few(const Block<T>& keys, int64_t dim, const float* queries, float* out) {
   for (int64_t first = 0; first < keys.count; first += kLanes) {
-    Vec products[Rows][kLanes] = {};
-    const int64_t some = std::min<int64_t>(kLanes, keys.count - first);
-    for (int64_t i = 0; i < some; ++i) {
+    Vec products[Rows][kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
       Vec sums[Rows] = {};
-      for (int64_t d = 0; d < dim; d += kLanes) {
+      for (int64_t d = 0; first + i < keys.count && d < dim; d += kLanes) {
         const Vec key = keys.load_ahead(first + i, d);
         for (int m = 0; m < Rows; ++m) sums[m] += key * load(queries + m * dim + d);
       }
@@ -162,23 +161,26 @@ void load_values(const Block<T>& values, int64_t dim, float* out) {
 }
 
 // Turns a row of scores into weights relative to the new maximum; returns what to scale the
-// earlier sums by. Keys outside [low, high) are not visible.
+// earlier sums by. Keys outside [low, high) are not visible. total: [kLanes], one sum by lane.
 float weigh(float* scores, int64_t width, int64_t low, int64_t high, float& maximum,
-            float& total) {
-  for (int64_t j = 0; j < low; ++j) scores[j] = 2 * kLowest;
-  for (int64_t j = high; j < width; ++j) scores[j] = 2 * kLowest;
-  float highest = maximum;
-#pragma omp simd reduction(max : highest)
-  for (int64_t j = 0; j < width; ++j) highest = scores[j] > highest ? scores[j] : highest;
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < width; ++j) {
-    scores[j] = fast_exp(scores[j] - highest);
-    sum += scores[j];
+            float* total) {
+  std::fill(scores, scores + low, 2 * kLowest);
+  std::fill(scores + high, scores + width, 2 * kLowest);
+  Vec highest = Vec{} + maximum;
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vec some = load(scores + j);
+    highest = some > highest ? some : highest;
   }
-  const float rescale = fast_exp(maximum - highest);
-  total = total * rescale + sum;
-  maximum = highest;
+  highest = spread_highest(highest);
+  const float rescale = fast_exp(maximum - highest[0]);
+  Vec sum = load(total) * rescale;
+  for (int64_t j = 0; j < width; j += kLanes) {
+    const Vec weights = fast_exp(load(scores + j) - highest);
+    store(scores + j, weights);
+    sum += weights;
+  }
+  store(total, sum);
+  maximum = highest[0];
   return rescale;
 }
 
@@ -191,9 +193,9 @@ void attend(const Shape& shape, const Tensors<T>& tensors, const Tile& tile, int
     const T* q = tensors.q + (tile.first_token + query) * shape.q_stride +
                  (head * group + member) * dim;
     for (int64_t d = 0; d < dim; ++d) scratch.queries[m * dim + d] = widen(q[d]) * shape.scale;
-    result.maximum[m] = kLowest;
-    result.total[m] = 0;
   }
+  std::fill_n(result.maximum, rows, kLowest);
+  std::fill_n(result.total, rows * kLanes, 0.0f);
   std::fill_n(result.values, rows * dim, 0.0f);
   const int32_t* pages = tensors.page_table + tile.row * shape.table_stride;
   int64_t offsets[2][kBlockKeys] = {};
@@ -219,7 +221,7 @@ void attend(const Shape& shape, const Tensors<T>& tensors, const Tile& tile, int
       const int64_t low = std::clamp<int64_t>(position - shape.window + 1 - key, 0, count);
       const int64_t high = std::clamp<int64_t>(position + 1 - key, low, count);
       const float rescale = weigh(scratch.scores + m * kBlockKeys, width, low, high,
-                                  result.maximum[m], result.total[m]);
+                                  result.maximum[m], result.total + m * kLanes);
       if (rescale == 1.0f) continue;
       for (int64_t d = 0; d < dim; ++d) result.values[m * dim + d] *= rescale;
     }
@@ -243,7 +245,7 @@ void finish(const Shape& shape, const Tensors<T>& tensors, const Tile& tile, int
     for (int64_t s = 0; s < splits; ++s) {
       const Sums sums = part(s);
       const float weight = fast_exp(sums.maximum[m] - maximum);
-      total += sums.total[m] * weight;
+      for (int64_t i = 0; i < kLanes; ++i) total += sums.total[m * kLanes + i] * weight;
       for (int64_t d = 0; d < dim; ++d) values[d] += sums.values[m * dim + d] * weight;
     }
     const int64_t token = tile.first_token + (tile.begin + m) / group;
@@ -310,7 +312,7 @@ void paged_attention(const Shape& shape, const Tensors<T>& tensors) {
 // Row r: queries cu_seqlens_q[r] to cu_seqlens_q[r + 1], seq_lens[r] cached tokens, pages
 // page_table[r * table_stride ...]. dim is a multiple of 16, at most 256. A query sees `window`
 // keys. kind: 0 for fp32, 1 for bf16. Strides count elements.
-extern "C" void treadle_paged_attention(int kind, const void* q, const void* k_cache,
+TREADLE_EXPORT void treadle_paged_attention(int kind, const void* q, const void* k_cache,
                                         const void* v_cache, void* out,
                                         const int32_t* cu_seqlens_q, const int32_t* seq_lens,
                                         const int32_t* page_table, int64_t rows, int64_t q_heads,

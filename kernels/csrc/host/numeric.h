@@ -7,6 +7,8 @@
 #include <bit>
 #include <cstdint>
 
+#define TREADLE_EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace treadle {
 
 struct Bf16 {
@@ -40,22 +42,25 @@ float round_to(float x) {
 
 // exp with a relative error below 3e-7; 0 below -87, and constant above 88. A NaN stays one.
 // x = n ln 2 + r with |r| <= ln 2 / 2; the Taylor series of exp(r) to r^6, times 2^n.
-inline float fast_exp(float x) {
+// F is float or a vector of them, Bits the unsigned integers of the same shape.
+template <class F, class Bits>
+inline F exp_of(F x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer
-  const float clamped = x > 88.0f ? 88.0f : x;
-  const float shifted = clamped * 1.44269504f + kRounder;
-  const float n = shifted - kRounder;
-  const float r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
-  float series = 1.0f / 720;
-  series = series * r + 1.0f / 120;
+  const F clamped = x > 88.0f ? F{} + 88.0f : x;
+  const F shifted = clamped * 1.44269504f + kRounder;
+  const F n = shifted - kRounder;
+  const F r = (clamped - n * 0.693145752f) - n * 1.42860677e-6f;  // ln 2 in two parts
+  F series = r * (1.0f / 720) + 1.0f / 120;
   series = series * r + 1.0f / 24;
   series = series * r + 1.0f / 6;
   series = series * r + 0.5f;
   series = series * r + 1.0f;
   series = series * r + 1.0f;
-  const uint32_t exponent = std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(kRounder);
-  const float power = std::bit_cast<float>((exponent + 127) << 23);
-  return x < -87.0f ? 0.0f : series * power;
+  const Bits exponent = std::bit_cast<Bits>(shifted) - std::bit_cast<uint32_t>(kRounder);
+  const F power = std::bit_cast<F>((exponent + 127u) << 23);
+  return x < -87.0f ? F{} : series * power;
 }
+
+inline float fast_exp(float x) { return exp_of<float, uint32_t>(x); }
 
 }  // namespace treadle

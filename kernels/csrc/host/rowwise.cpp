@@ -126,10 +126,8 @@ using treadle::Bf16;
 using treadle::in;
 using treadle::out;
 
-extern "C" {
-
 // x, y: [tokens, heads, dim]; stride between tokens of x; y is contiguous.
-void treadle_rms_norm(int kind, const void* x, const void* weight, void* y, int64_t tokens,
+TREADLE_EXPORT void treadle_rms_norm(int kind, const void* x, const void* weight, void* y, int64_t tokens,
                       int64_t heads, int64_t dim, int64_t stride, float eps) {
   const auto run = [&]<class T>(T) {
     treadle::rms_norm(in<T>(x), in<T>(weight), out<T>(y), tokens, heads, dim, stride, eps);
@@ -138,7 +136,7 @@ void treadle_rms_norm(int kind, const void* x, const void* weight, void* y, int6
 }
 
 // All [tokens, dim], contiguous; sum = x + residual, y = norm(sum).
-void treadle_add_rms_norm(int kind, const void* x, const void* residual, const void* weight,
+TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, const void* residual, const void* weight,
                           void* y, void* sum, int64_t tokens, int64_t dim, float eps) {
   const auto run = [&]<class T>(T) {
     treadle::add_rms_norm(in<T>(x), in<T>(residual), in<T>(weight), out<T>(y), out<T>(sum), tokens,
@@ -148,7 +146,7 @@ void treadle_add_rms_norm(int kind, const void* x, const void* residual, const v
 }
 
 // q: [tokens, q_heads, dim], k: [tokens, kv_heads, dim]; strides between tokens; outputs contiguous.
-void treadle_rope(int kind, const void* q, const void* k, const int64_t* positions,
+TREADLE_EXPORT void treadle_rope(int kind, const void* q, const void* k, const int64_t* positions,
                   const float* cos_sin, void* q_out, void* k_out, int64_t tokens, int64_t q_heads,
                   int64_t kv_heads, int64_t dim, int64_t rotary_dim, int64_t q_stride,
                   int64_t k_stride, int interleaved) {
@@ -160,7 +158,7 @@ void treadle_rope(int kind, const void* q, const void* k, const int64_t* positio
 }
 
 // gate_up: [tokens, 2 size], y: [tokens, size], contiguous.
-void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens, int64_t size) {
+TREADLE_EXPORT void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens, int64_t size) {
   const auto run = [&]<class T>(T) {
     treadle::silu_and_mul(in<T>(gate_up), out<T>(y), tokens, size);
   };
@@ -168,11 +166,9 @@ void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens
 }
 
 // k, v: [tokens, row]; caches: [slots, row]; all sizes and strides in bytes.
-void treadle_store_kv(const void* k, const void* v, void* k_cache, void* v_cache,
+TREADLE_EXPORT void treadle_store_kv(const void* k, const void* v, void* k_cache, void* v_cache,
                       const int64_t* slots, int64_t tokens, int64_t row_bytes, int64_t k_stride,
                       int64_t v_stride) {
   treadle::store_kv(in<char>(k), in<char>(v), out<char>(k_cache), out<char>(v_cache), slots, tokens,
                     row_bytes, k_stride, v_stride);
 }
-
-}  // extern "C"

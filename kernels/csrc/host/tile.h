@@ -3,6 +3,10 @@
 
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 #include <utility>
@@ -21,19 +25,26 @@ constexpr int kLanes = 4, kColumns = 2;
 constexpr int kRows = 6;  // kRows x kColumns sums fit the register file of each
 
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef Vec LooseVec __attribute__((aligned(sizeof(float)), may_alias));  // anywhere in memory
 
 inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); }
 
 inline Vec load(const Bf16* x) {
+#if defined(__AVX512F__)  // gcc widens a general vector of this size in two halves
+  const auto words = (Words)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)x));
+#else
   typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-  typedef uint32_t Words __attribute__((vector_size(kLanes * sizeof(uint32_t))));
   Halves halves;
   std::memcpy(&halves, x, sizeof halves);
-  return reinterpret_cast<Vec>(__builtin_convertvector(halves, Words) << 16);
+  const auto words = __builtin_convertvector(halves, Words);
+#endif
+  return (Vec)(words << 16);
 }
 
 inline void store(float* x, Vec value) { *reinterpret_cast<LooseVec*>(x) = value; }
+
+inline Vec fast_exp(Vec x) { return exp_of<Vec, Words>(x); }
 
 // c[rows, columns of Vec] (+)= a[rows, depth] * b[depth, columns]; sums stay in registers.
 template <int Rows, int Columns>
@@ -123,6 +134,19 @@ inline Vec sum_rows(Vec* rows) {
   }
   if constexpr (Size > 1) return sum_rows<Size / 2>(rows);
   return rows[0];
+}
+
+// In every lane, the highest of all lanes.
+template <int Size = kLanes / 2, int... Lane>
+inline Vec spread_highest(Vec x, std::integer_sequence<int, Lane...> lanes) {
+  const Vec swapped = TREADLE_SHUFFLE(x, x, (Lane ^ Size)...);
+  x = x > swapped ? x : swapped;
+  if constexpr (Size > 1) return spread_highest<Size / 2>(x, lanes);
+  return x;
+}
+
+inline Vec spread_highest(Vec x) {
+  return spread_highest(x, std::make_integer_sequence<int, kLanes>{});
 }
 
 }  // namespace treadle

@@ -1,0 +1,102 @@
+"""Formats, dummy weights, progress and config files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.graphs.models.decoder import Decoder
+from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
+from treadle.tools.tiny_model import main, make_folder, make_gguf
+
+CPU = torch.device("cpu")
+
+
+def load(path: Path, load_format: str = "auto", **options: Any) -> Decoder:
+    spec = read_spec(path)
+    return load_decoder(
+        path, spec, load_format=load_format, dtype=torch.float32, device=CPU, **options
+    )
+
+
+def test_dummy_needs_only_a_config(tmp_path: Path, make_runner: Any) -> None:
+    folder = make_folder(tmp_path, "qwen3", overrides={"attention_bias": True})
+    (folder / "model.safetensors").unlink()
+    first, again, other = (load(folder, "dummy", seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first.head.weight, again.head.weight)
+    assert not torch.equal(first.head.weight, other.head.weight)
+    assert not torch.equal(first.head.weight, first.embedding)
+    [logits] = make_runner(first).step([list(range(20))])
+    assert torch.isfinite(logits).all()
+    assert logits.std() > 0.1
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_progress_counts_bytes_to_the_total(load_format: str, tmp_path: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    folder = make_folder(tmp_path, "qwen2")
+    decoder = load(folder, load_format, progress=lambda done, total: calls.append((done, total)))
+    done = [call[0] for call in calls]
+    assert done == sorted(set(done))
+    assert {total for _, total in calls} == {done[-1]}
+    assert done[-1] > decoder.embedding.nbytes + decoder.head.weight.nbytes
+
+
+def test_format_must_match_the_path(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    file = make_gguf(folder, tmp_path / "tiny.gguf")
+    assert load(folder, "safetensors").spec.vocab_size == load(file, "gguf").spec.vocab_size
+    with pytest.raises(CheckpointError, match="cannot be loaded as gguf: it holds safetensors"):
+        load(folder, "gguf")
+    with pytest.raises(CheckpointError, match="cannot be loaded as safetensors: it holds gguf"):
+        load(file, "safetensors")
+    with pytest.raises(CheckpointError, match="'pt' is not supported; known: auto, safetensors"):
+        load(folder, "pt")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "expected an object, found list"),
+        ("{}", "architecture none named is not supported; known: LlamaForCausalLM"),
+        ('{"architectures": ["BertModel"]}', "BertModel is not supported"),
+        ('{"architectures": "LlamaForCausalLM"}', "architectures: expected a list of strings"),
+        ('{"model_type": "llama"}', "num_attention_heads: expected a whole number"),
+    ],
+)
+def test_unusable_config_names_the_file(content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_spec(tmp_path)
+    assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_missing_config_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json: No such file"):
+        read_spec(tmp_path / "nowhere")
+
+
+def test_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match="quantization_config: gptq weights are not supported"
+    ):
+        read_spec(folder)
+
+
+def test_tiny_model_command_writes_a_whole_model(tmp_path: Path) -> None:
+    arguments = ["--arch", "mistral", "--shards", "2", "--gguf", "Q8_0"]
+    assert main([str(tmp_path), *arguments, "--config", '{"sliding_window": 5}']) == 0
+    assert read_spec(tmp_path).windows == read_spec(tmp_path / "model.gguf").windows == (5, 5, 5)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
+        "MistralForCausalLM"
+    ]
+    assert (tmp_path / "tokenizer.json").is_file()
