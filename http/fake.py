@@ -84,6 +84,7 @@ class FakeEngine:
     submitted: list[Submitted] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     failure: FinishReason | None = None  # ends every choice after its second token
+    num_encoding: int = 0
     is_ready: bool = True
     healthy: bool = True
 
@@ -109,7 +110,9 @@ class FakeEngine:
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True
     ) -> list[list[int]]:
+        self.num_encoding += 1
         await self.encode_gate.wait()
+        self.num_encoding -= 1
         assert self.tokenizer is not None
         return self.tokenizer.encode(texts, add_special_tokens)
 

@@ -67,21 +67,19 @@ def paged_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """One query head at a time over the keys that it sees."""
+    """One query at a time over the keys that it sees."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group = q.shape[1] // k_cache.shape[1]
     token = 0
     for row, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
+        positions = torch.arange(seq_len)
+        slots = page_table[row, positions // page_size].long() * page_size + positions % page_size
         for position in range(seq_len - q_len, seq_len):
             first = 0 if window is None else max(0, position - window + 1)
-            slots = [
-                int(page_table[row, p // page_size]) * page_size + p % page_size
-                for p in range(first, position + 1)
-            ]
-            for head in range(q.shape[1]):
-                keys = k_cache[slots, head // group].double()
-                values = v_cache[slots, head // group].double()
-                weights = torch.softmax(keys @ q[token, head].double() * scale, dim=0)
-                out[token, head] = weights @ values
+            seen = slots[first : position + 1]
+            keys = k_cache[seen].double().repeat_interleave(group, dim=1)  # [seen, H, D]
+            values = v_cache[seen].double().repeat_interleave(group, dim=1)
+            weights = torch.softmax((keys * q[token].double()).sum(-1) * scale, dim=0)
+            out[token] = (weights.unsqueeze(-1) * values).sum(0)
             token += 1
     return out

@@ -34,7 +34,7 @@ from treadle.graphs.models.spec import DecoderSpec
 from treadle.graphs.runner import Runner
 from treadle.graphs.step import Capacity, KvGroup
 from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
-from treadle.tools.model_source import ModelSource, resolve_model
+from treadle.tools.model_source import ModelSource, locate, resolve_model
 from treadle.tools.version import treadle_version
 
 logger = logging.getLogger("treadle")
@@ -67,7 +67,7 @@ def compose(config: EngineConfig) -> Parts:
         raise ConfigError(f"--device: {error}") from error
     context = context_length(config, spec.max_position)
     spec = replace(spec, max_position=context)
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, model_path=source.path)
     dtype = _dtype(config, spec, device)
     decoder = _load(source, spec, config, dtype, device)
     executor, resolved = _build_executor(config, spec, decoder, device)
@@ -91,7 +91,7 @@ def compose(config: EngineConfig) -> Parts:
 
 def _tokenizer_path(config: EngineConfig, source: ModelSource) -> Path:
     given = config.model.tokenizer_path
-    return source.path if given is None else resolve_model(given).path
+    return source.path if given is None else locate(given)
 
 
 def _dtype(config: EngineConfig, spec: DecoderSpec, device: Device) -> torch.dtype:

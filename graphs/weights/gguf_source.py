@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
 from torch import Tensor
@@ -17,9 +16,13 @@ from treadle.graphs.models.parameters import Shape
 from treadle.graphs.weights.errors import CheckpointError
 from treadle.graphs.weights.gguf_file import GgufFile, GgufTensor
 
-# Numbers dequantized at once. Measured for Q4_1 and Q8_0: fewer pay numpy's call overhead, more
-# leave the cache, and a second thread only waits for the first one's GIL.
+# Numbers dequantized at once: a few MB of temporaries. A quarter of it loads Q4_1 a third slower,
+# by numpy's call overhead; twice as much gains nothing; and a second thread gains a quarter, but
+# brings torch's copies a second OpenMP pool.
 _CHUNK = 1 << 18
+# Numbers converted at once on the host: below torch's threshold for its thread pool, whose barriers
+# cost more than the work does, and seconds in all while another process keeps a core busy.
+_HOST_PIECE = 1 << 14
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
@@ -47,13 +50,14 @@ class GgufSource:
 
     def read(self, placement: Placement, destination: Tensor) -> None:
         tensor = self._file.tensors[placement.gguf_name]
-        rows = destination.view(tensor.blocks.shape[0], -1)
+        flat = destination.view(-1)
+        piece_size = _HOST_PIECE if flat.device.type == "cpu" else _CHUNK
         start = 0
         try:
             for chunk in _chunks(tensor):
-                piece = chunk.view(-1, rows.shape[1])
-                rows[start : start + len(piece)].copy_(piece)
-                start += len(piece)
+                for piece in torch.split(chunk, piece_size):
+                    flat[start : start + len(piece)].copy_(piece)
+                    start += len(piece)
         except NotImplementedError as error:
             raise CheckpointError(
                 f"{self.label}: tensor {placement.gguf_name} is stored as {tensor.kind.name}, "
@@ -69,9 +73,9 @@ def _chunks(tensor: GgufTensor) -> Iterator[Tensor]:
     for start in range(0, len(tensor.blocks), rows_at_once):
         blocks = tensor.blocks[start : start + rows_at_once].reshape(1, -1)
         if (dtype := _PLAIN.get(tensor.kind)) is not None:
-            yield torch.from_numpy(blocks.copy()).view(dtype)
+            yield torch.from_numpy(blocks.copy()).view(dtype).view(-1)
         else:
-            yield torch.from_numpy(np.ascontiguousarray(dequantize(blocks, tensor.kind)))
+            yield torch.from_numpy(dequantize(blocks, tensor.kind).reshape(-1))
 
 
 def _split_pairs(

@@ -47,13 +47,12 @@ def gguf_spec(file: GgufFile) -> DecoderSpec:
     adapter = find_gguf_adapter(metadata.arch)
     spec = adapter.spec(HfConfig(metadata.config()))
     tensors = file.tensors
-    dtype = _DTYPES.get(tensors["token_embd.weight"].kind, "quantized")
     window = metadata.get("attention.sliding_window")
     return replace(
         spec,
         rope=_with_divisors(_with_rotary_dim(spec, metadata), file),
         windows=(window if isinstance(window, int) and window else None,) * spec.num_layers,
-        dtype=dtype,
+        dtype=_dtype(file),
         eos_token_ids=metadata.eos_token_ids(),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
@@ -129,6 +128,11 @@ class _Metadata:
         if isinstance(attn_factor, float) and isinstance(factor, int | float):
             parameters["attention_factor"] = attn_factor * yarn_attention_factor(factor)
         return parameters
+
+
+def _dtype(file: GgufFile) -> str:
+    kinds = {tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return _DTYPES.get(kinds.pop(), "quantized") if len(kinds) == 1 else "quantized"
 
 
 def _with_rotary_dim(spec: DecoderSpec, metadata: _Metadata) -> RopeSpec:

@@ -29,6 +29,7 @@ T = TypeVar("T")
 W = TypeVar("W", bound="Wire")
 Path = tuple[str | int, ...]
 
+MAX_SHOWN = 200  # characters of a value in a message
 MAX_RID = 256  # characters; an id stands in every chunk of a stream
 
 _LEGAL = {
@@ -82,7 +83,8 @@ class Wire(BaseModel):
 
 def show(value: object) -> str:
     """A value short enough for a message, whatever the client sent."""
-    return _shortener.repr(value)
+    text = _shortener.repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
 def illegal(legal: str) -> PydanticCustomError:

@@ -127,6 +127,19 @@ def test_quantized_model_equals_quantized_tensors(
     assert torch.equal(attention.qkv.bias, biases)
 
 
+def test_dtype_is_plain_only_where_every_matrix_is(tmp_path: Path) -> None:
+    def dtype(kind: str) -> str:
+        half = (np.zeros((8, 64), np.float16), kind)
+        values = metadata()
+        return read_spec(write(tmp_path / "m.gguf", {**embedding(), "w": half}, **values)).dtype
+
+    assert read_spec(write(tmp_path / "m.gguf", embedding(), **metadata())).dtype == "float32"
+    assert dtype("F16") == "quantized"
+    folder = make_folder(tmp_path)
+    for kind, expected in (("F16", "float16"), ("BF16", "bfloat16"), ("Q8_0", "quantized")):
+        assert read_spec(make_gguf(folder, tmp_path / "tiny.gguf", kind)).dtype == expected
+
+
 def test_bf16_is_rounded_once_from_fp32(tmp_path: Path, load_host: Load) -> None:
     folder = make_folder(tmp_path)
     file = make_gguf(folder, tmp_path / "tiny.gguf", "Q8_0")

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
-from treadle.tools.tiny_model import main, make_folder, make_gguf
+from treadle.tools.tiny_model import VOCAB_SIZE, main, make_folder, make_gguf
 
 CPU = torch.device("cpu")
 
@@ -99,4 +100,7 @@ def test_tiny_model_command_writes_a_whole_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [
         "MistralForCausalLM"
     ]
-    assert (tmp_path / "tokenizer.json").is_file()
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() <= VOCAB_SIZE
+    text = "the treadle — ein Straßenfest, 日本語 🙂\n\t"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text

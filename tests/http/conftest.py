@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,9 @@ class Served:
         """Status and JSON. A body of bytes goes out as it is."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        async with self.session.post(self.url + path, data=raw, headers=headers) as response:
+        async with self.session.post(
+            self.url + path, data=io.BytesIO(raw), headers=headers
+        ) as response:
             return response.status, strict_json(await response.read())
 
     async def events(self, path: str, body: Mapping[str, Any]) -> list[Any]:

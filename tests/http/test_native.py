@@ -147,8 +147,9 @@ async def test_abort_reaches_a_prompt_that_is_being_encoded(served: Served) -> N
     served.engine.encode_gate.clear()
     served.engine.gate.clear()
     answer = asyncio.create_task(served.post(PATH, {"text": "a", "rid": "early"}))
-    while (await served.post(PATH, {"text": "a", "rid": "early"}))[0] != 400:
+    while not served.engine.num_encoding:
         await asyncio.sleep(0.001)
+    assert (await served.post(PATH, {"text": "a", "rid": "early"}))[0] == 400
     await served.post("/abort_request", {"rid": "early"})
     served.engine.encode_gate.set()
     _, choice = await answer

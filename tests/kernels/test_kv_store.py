@@ -1,0 +1,40 @@
+"""Cache writes: the named slots change, no other does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from treadle.kernels import kv_store, reference
+
+Implementation = Callable[..., Callable[..., Any]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tokens", "kv_heads", "dim"), [(1, 3, 64), (200, 3, 64), (7, 1, 10)])
+def test_store_kv_writes_only_its_slots(
+    implementation: Implementation, dtype: torch.dtype, tokens: int, kv_heads: int, dim: int
+) -> None:
+    fused = torch.randn(tokens, 2 * kv_heads + 1, dim).to(dtype)
+    k, v = fused[:, 1 : 1 + kv_heads], fused[:, 1 + kv_heads :]
+    k_cache = torch.randn(300, kv_heads, dim).to(dtype)
+    v_cache = torch.randn(300, kv_heads, dim).to(dtype)
+    slots = torch.randperm(300)[:tokens]
+    want_k = reference.store_kv(k, k_cache, slots)
+    want_v = reference.store_kv(v, v_cache, slots)
+    implementation(kv_store, "store_kv")(k, v, k_cache, v_cache, slots)
+    assert torch.equal(k_cache, want_k)
+    assert torch.equal(v_cache, want_v)
+
+
+def test_store_kv_converts_to_the_cache_dtype() -> None:
+    k, v = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    k_cache = torch.zeros(9, 2, 16, dtype=torch.bfloat16)
+    v_cache = k_cache.clone()
+    slots = torch.tensor([8, 0, 3, 5])
+    kv_store.store_kv(k, v, k_cache, v_cache, slots)
+    assert torch.equal(k_cache[slots], k.bfloat16())
+    assert torch.equal(v_cache[slots], v.bfloat16())
