@@ -7,7 +7,6 @@ Axes: T tokens, I intermediate size. Shazeer, GLU Variants Improve Transformer, 
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,9 +25,9 @@ def silu_and_mul(
     kind = host.kind(gate_up)
     if _silu_and_mul is None or kind is None or not gate_up.is_contiguous():
         return silu_and_mul_torch(gate_up)
-    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((tokens, size), dtype=gate_up.dtype)
-    _silu_and_mul(kind, gate_up.data_ptr(), out.data_ptr(), tokens, size)
+    tokens, width = gate_up.shape
+    out = gate_up.new_empty(tokens, width // 2)
+    _silu_and_mul(kind, gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
     return out
 
 

@@ -28,21 +28,24 @@ def store_kv(
 
     Where a slot is named twice, which token ends up there is undefined.
     """
-    is_plain = _is_copyable(k, k_cache) and _is_copyable(v, v_cache)
-    if _store_kv is None or not is_plain or not slot_mapping.is_contiguous():
+    tokens, heads, dim = k.shape
+    k_stride, *k_inner = k.stride()
+    v_stride, *v_inner = v.stride()
+    is_dense = k_inner == [dim, 1] and v_inner == [dim, 1] and slot_mapping.is_contiguous()
+    if _store_kv is None or not is_dense or not _is_same_kind(k, k_cache, v, v_cache):
         store_kv_torch(k, v, k_cache, v_cache, slot_mapping)
         return
-    item = k.element_size()
+    item = k.itemsize
     _store_kv(
         k.data_ptr(),
         v.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
         slot_mapping.data_ptr(),
-        k.shape[0],
-        k.shape[1] * k.shape[2] * item,
-        k.stride(0) * item,
-        v.stride(0) * item,
+        tokens,
+        heads * dim * item,
+        k_stride * item,
+        v_stride * item,
     )
 
 
@@ -53,12 +56,11 @@ def store_kv_torch(
     v_cache.index_copy_(0, slot_mapping, v.to(v_cache.dtype))
 
 
-def _is_copyable(x: Tensor, cache: Tensor) -> bool:
-    """Whether a token's heads lie as one run of bytes in both, in one dtype."""
+def _is_same_kind(k: Tensor, k_cache: Tensor, v: Tensor, v_cache: Tensor) -> bool:
     return (
-        x.is_cpu
-        and x.dtype is cache.dtype
-        and cache.is_contiguous()
-        and x.stride(2) == 1
-        and x.stride(1) == x.shape[2]
+        k.is_cpu
+        and k.dtype is k_cache.dtype
+        and v.dtype is v_cache.dtype is k.dtype
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
     )

@@ -60,18 +60,18 @@ def paged_attention(
     """
     kind = host.kind(q)
     _, q_heads, dim = q.shape
+    q_stride, *q_inner = q.stride()
     can_compile = (
         k_cache.dtype is q.dtype
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
-        and q.stride(2) == 1
-        and q.stride(1) == dim
+        and q_inner == [dim, 1]
         and dim % 16 == 0
         and dim <= _MAX_HOST_DIM
     )
     if _paged_attention is None or kind is None or not can_compile:
         return paged_attention_torch(q, k_cache, v_cache, meta, scale, window)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _paged_attention(
         kind,
         q.data_ptr(),
@@ -87,7 +87,7 @@ def paged_attention(
         dim,
         meta.page_size,
         meta.page_table.stride(0),
-        q.stride(0),
+        q_stride,
         _NO_WINDOW if window is None else window,
         scale,
     )

@@ -32,21 +32,21 @@ def rms_norm(
     The quotient is rounded to x's dtype before the multiplication, as Llama does.
     """
     kind = host.kind(x)
-    dim = x.shape[-1]
-    heads = x.shape[1] if x.dim() == 3 else 1
-    is_dense = x.stride(-1) == 1 and (heads == 1 or x.stride(1) == dim) and x.dim() in (2, 3)
+    tokens, *heads, dim = x.shape
+    stride, *inner = x.stride()
+    is_dense = inner == [1] or inner == [dim, 1]
     if _rms_norm is None or kind is None or not is_dense or weight.dtype is not x.dtype:
         return rms_norm_torch(x, weight, eps)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _rms_norm(
         kind,
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        x.shape[0],
-        heads,
+        tokens,
+        heads[0] if heads else 1,
         dim,
-        x.stride(0),
+        stride,
         eps,
     )
     return out

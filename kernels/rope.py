@@ -32,11 +32,14 @@ def apply_rope(
     kind = host.kind(q)
     tokens, q_heads, dim = q.shape
     kv_heads = k.shape[1]
-    is_dense = _has_dense_tokens(q) and _has_dense_tokens(k) and cos_sin.is_contiguous()
+    q_stride, *q_inner = q.stride()
+    k_stride, *k_inner = k.stride()
+    is_dense = q_inner == [dim, 1] and k_inner == [dim, 1] and cos_sin.is_contiguous()
     if _rope is None or kind is None or not is_dense or k.dtype is not q.dtype:
         return apply_rope_torch(q, k, positions, cos_sin, interleaved)
     positions = positions.long().contiguous()
-    q_out, k_out = torch.empty(q.shape, dtype=q.dtype), torch.empty(k.shape, dtype=k.dtype)
+    q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(k, memory_format=torch.contiguous_format)
     _rope(
         kind,
         q.data_ptr(),
@@ -50,8 +53,8 @@ def apply_rope(
         kv_heads,
         dim,
         cos_sin.shape[1],
-        q.stride(0),
-        k.stride(0),
+        q_stride,
+        k_stride,
         interleaved,
     )
     return q_out, k_out
@@ -62,10 +65,6 @@ def apply_rope_torch(
 ) -> tuple[Tensor, Tensor]:
     cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
-
-
-def _has_dense_tokens(x: Tensor) -> bool:
-    return x.stride(2) == 1 and x.stride(1) == x.shape[2]
 
 
 def _rotate(

@@ -28,6 +28,7 @@ from treadle.http.state import ServerState
 
 async def start():
     if sys.argv[2] == "never":
+        print("starting", flush=True)
         await asyncio.Event().wait()
     if sys.argv[2] == "error":
         raise RuntimeError("no model here")
@@ -149,12 +150,10 @@ async def test_drain_ends_at_the_timeout_or_the_second_signal(second_signal: boo
 async def test_signal_while_starting_ends_at_once() -> None:
     async with aiohttp.ClientSession() as session:
         program = await launch(session, 60, "never")
-        await asyncio.sleep(1.0)
-        while program.process.returncode is None:
-            program.process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-        _, err = await program.process.communicate()
-        assert program.process.returncode in (0, -signal.SIGTERM), err
+        assert await program.line() == "starting"
+        program.process.send_signal(signal.SIGTERM)
+        out, err = await asyncio.wait_for(program.process.communicate(), 10)
+        assert (program.process.returncode, out, err) == (0, b"clean\n", b"")
 
 
 @pytest.mark.server

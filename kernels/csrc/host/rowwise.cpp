@@ -88,10 +88,11 @@ void rope(const T* q, const T* k, const int64_t* positions, const float* cos_sin
 
 template <class T>
 void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size) {
-#pragma omp parallel for if (tokens * size > kParallelElements / 4)
+#pragma omp parallel for if (tokens * size > kParallelElements)
   for (int64_t t = 0; t < tokens; ++t) {
     const T* gate = gate_up + t * 2 * size;
     const T* up = gate + size;
+#pragma omp simd simdlen(16)
     for (int64_t i = 0; i < size; ++i) {
       const float g = widen(gate[i]);
       out[t * size + i] = narrow<T>(round_to<T>(g / (1.0f + fast_exp(-g))) * widen(up[i]));
