@@ -41,5 +41,13 @@ class EngineClosed(TreadleError):
     """The engine is shutting down or lost its device; no new work is taken."""
 
 
+class QueueFull(TreadleError):
+    """`--max-queued-requests` requests wait already; the caller may try again later."""
+
+
+class NotIdle(TreadleError):
+    """Something still runs or waits, and what was asked for needs an idle engine."""
+
+
 class StepFailed(TreadleError):
     """The device raised while computing a request's step."""

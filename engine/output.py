@@ -36,6 +36,7 @@ class RequestOutput:
     completion_tokens: int
     cached_tokens: int
     finish_reason: FinishReason | None = None
+    num_retractions: int = 0
 
 
 Sink = Callable[[RequestOutput], None]
@@ -54,6 +55,7 @@ class Completion:
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    num_retractions: int = 0
 
     def add(self, delta: RequestOutput) -> None:
         self.text += delta.text
@@ -62,3 +64,4 @@ class Completion:
         self.completion_tokens = delta.completion_tokens
         self.cached_tokens = delta.cached_tokens
         self.finish_reason = delta.finish_reason
+        self.num_retractions = delta.num_retractions

@@ -6,8 +6,11 @@ Few integers are stored, the rest is derived; their order is checked in one plac
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from treadle.engine.output import FinishReason, Sink
 from treadle.engine.sampling_params import SamplingParams
@@ -26,7 +29,7 @@ class Request:
 
     request_id: str
     index: int  # choice
-    token_ids: list[int]  # the prompt, then what was generated
+    token_ids: array[int]  # int32: the prompt, then what was generated
     max_len: int  # tokens at which the sequence ends, prompt included
     params: SamplingParams
     seed: int  # folded with the choice index
@@ -34,16 +37,24 @@ class Request:
     text: TextStream | None  # turns its tokens into text; None when there is no tokenizer
     stream_interval: int  # generated tokens per delta, after the first
     sink: Sink
+    priority: int | None = None
+    routing_key: str | None = None
+    namespace: Hashable = None  # requests of different ones never share KV
 
     prompt_len: int = field(init=False)
     num_prefill: int = field(init=False)  # tokens known at admission
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     is_abort_wanted: bool = False
+    arrival_order: int = 0  # rises with every submission; survives retraction
+    num_retractions: int = 0
     epoch: int = 0  # rows launched under an older epoch are dropped
     slot: int = -1
     pages: dict[str, list[int]] = field(default_factory=dict)  # by KV group
-    num_cached: int = 0  # prompt tokens whose KV was there at admission
+    node: Any = None  # the prefix tree's node that this request has locked
+    num_shared: int = 0  # leading tokens whose pages belong to the tree
+    num_cached: int = 0  # tokens whose KV was there at the last admission
+    num_cached_prompt: int = 0  # prompt tokens whose KV was there at the first admission
     num_computed: int = 0  # tokens whose KV is known to be written
     num_scheduled: int = 0  # tokens whose KV is written or planned
     num_in_flight: int = 0  # tokens to be sampled by launched steps
@@ -52,6 +63,14 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = self.num_prefill = len(self.token_ids)
+
+    def restart(self) -> None:
+        """Back to waiting, with what it has generated; its KV has to be found or made again."""
+        self.status = Status.WAITING
+        self.epoch += 1
+        self.num_retractions += 1
+        self.num_prefill = len(self.token_ids)
+        self.num_computed = self.num_scheduled = self.num_in_flight = self.num_cached = 0
 
     @property
     def num_generated(self) -> int:
@@ -67,9 +86,9 @@ class Request:
         return len(self.token_ids) + self.num_in_flight < self.max_len
 
     @property
-    def worst_case_tokens(self) -> int:
-        """KV positions it can ever need: the last token's KV is never read."""
-        return max(self.max_len - 1, self.prompt_len)
+    def num_left(self) -> int:
+        """Tokens it may still generate, those in flight counted as generated."""
+        return self.max_len - len(self.token_ids) - self.num_in_flight
 
     def check(self) -> None:
         """Raises: AssertionError when the counts contradict each other."""

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 ABORT_GRACE_S = 2.0  # for aborted streams to send their last event
 CLOSE_GRACE_S = 0.5  # for handlers that are left after that
+LOSS_POLL_S = 1.0
 BACKLOG = 2048
 
 
@@ -98,7 +99,9 @@ async def serve(
     settings: ServerSettings,
     on_ready: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; a second signal ends what still runs at once.
+    """Serves until SIGTERM, SIGINT or the loss of the engine.
+
+    A second signal ends at once what still runs.
 
     start_engine: runs while the server already answers 503. on_ready: told the port.
     Raises: ConfigError, ModelError or what else start_engine raises.
@@ -125,7 +128,7 @@ async def serve(
             return
         state.engine = starting.result()
         on_ready(server.port)
-        await first.wait()
+        await _first(first.wait(), _lost(state.engine))
         await server.drain(second.wait)
     finally:
         await server.stop()
@@ -141,6 +144,12 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+async def _lost(engine: ServedEngine) -> None:
+    """Returns when the engine takes no more work."""
+    while engine.is_ready:
+        await asyncio.sleep(LOSS_POLL_S)
 
 
 async def _first(*waits: Awaitable[object]) -> None:

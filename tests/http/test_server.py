@@ -35,6 +35,8 @@ async def start():
     engine = FakeEngine()
     if sys.argv[2] == "closed":
         engine.gate.clear()
+    if sys.argv[2] == "lost":
+        engine.is_ready = False
     return engine
 
 async def main():
@@ -164,3 +166,12 @@ async def test_failure_to_start_reaches_the_caller() -> None:
         assert program.process.returncode == 1
         assert b"RuntimeError: no model here" in err
         assert b"never retrieved" not in err
+
+
+@pytest.mark.server
+async def test_loss_of_the_engine_ends_the_server() -> None:
+    async with aiohttp.ClientSession() as session:
+        program = await launch(session, 60, "lost")
+        out, err = await asyncio.wait_for(program.process.communicate(), 20)
+        assert (program.process.returncode, err) == (0, b"")
+        assert out.endswith(b"clean\n")

@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t kMaxDim = 256;
 constexpr int64_t kTileRows = 96;   // (query, head of the group) pairs of a tile
 constexpr int64_t kBlockKeys = 64;  // a block's keys and values stay in the L1 or L2 cache
-constexpr int kFewRows = 6;
+constexpr int kFewRows = 6;         // up to here, transposing the keys costs more than it saves
 constexpr int64_t kMinSplitKeys = 256;
 constexpr int64_t kItemsPerThread = 4;  // wanted, to balance items of different lengths
 constexpr float kLowest = -1e30f;       // below every score, yet finite: differences are numbers
@@ -96,28 +96,31 @@ void find_slots(const Shape& shape, const int32_t* pages, int64_t first, int64_t
   }
 }
 
-// A block's keys or values in the cache, and the next block's, which are fetched meanwhile: they
-// lie scattered, where the hardware does not foresee them.
+// The keys and values of a block: where they lie in the caches, and where the next block's lie.
+// Those are fetched meanwhile: they are scattered, where the hardware does not foresee them.
 template <class T>
 struct Block {
-  const T* cache;
-  const int64_t *offsets, *next_offsets;  // [kBlockKeys]; next may repeat this block
+  const T *k_cache, *v_cache;
+  int64_t offsets[kBlockKeys], next_offsets[kBlockKeys];
   int64_t count;
 
-  Vec load_ahead(int64_t i, int64_t d) const {
-    __builtin_prefetch(cache + next_offsets[i] + d);
-    return load(cache + offsets[i] + d);
+  Vec key(int64_t i, int64_t d) const {
+    __builtin_prefetch(k_cache + next_offsets[i] + d);
+    __builtin_prefetch(v_cache + next_offsets[i] + d);
+    return load(k_cache + offsets[i] + d);
   }
+
+  const T* value(int64_t i) const { return v_cache + offsets[i]; }
 };
 
 // out[dim, keys] in fp32; keys beyond count, up to a multiple of kLanes, become zero.
 template <class T>
-void load_keys(const Block<T>& keys, int64_t dim, float* out) {
-  for (int64_t first = 0; first < keys.count; first += kLanes) {
+void load_keys(const Block<T>& block, int64_t dim, float* out) {
+  for (int64_t first = 0; first < block.count; first += kLanes) {
     for (int64_t d = 0; d < dim; d += kLanes) {
       Vec tile[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) {
-        tile[i] = first + i < keys.count ? keys.load_ahead(first + i, d) : Vec{};
+        tile[i] = first + i < block.count ? block.key(first + i, d) : Vec{};
       }
       transpose(tile);
       for (int64_t i = 0; i < kLanes; ++i) store(out + (d + i) * kBlockKeys + first, tile[i]);
@@ -127,13 +130,13 @@ void load_keys(const Block<T>& keys, int64_t dim, float* out) {
 
 // out[Rows, keys] = queries[Rows, dim] * keys, without transposing the keys: pays for few rows.
 template <int Rows, class T>
-void score_few(const Block<T>& keys, int64_t dim, const float* queries, float* out) {
-  for (int64_t first = 0; first < keys.count; first += kLanes) {
+void score_few(const Block<T>& block, int64_t dim, const float* queries, float* out) {
+  for (int64_t first = 0; first < block.count; first += kLanes) {
     Vec products[Rows][kLanes];
     for (int64_t i = 0; i < kLanes; ++i) {
       Vec sums[Rows] = {};
-      for (int64_t d = 0; first + i < keys.count && d < dim; d += kLanes) {
-        const Vec key = keys.load_ahead(first + i, d);
+      for (int64_t d = 0; first + i < block.count && d < dim; d += kLanes) {
+        const Vec key = block.key(first + i, d);
         for (int m = 0; m < Rows; ++m) sums[m] += key * load(queries + m * dim + d);
       }
       for (int m = 0; m < Rows; ++m) products[m][i] = sums[m];
@@ -143,20 +146,20 @@ void score_few(const Block<T>& keys, int64_t dim, const float* queries, float* o
 }
 
 template <int Rows, class T>
-void score_up_to(int64_t rows, const Block<T>& keys, int64_t dim, const float* queries,
+void score_up_to(int64_t rows, const Block<T>& block, int64_t dim, const float* queries,
                  float* out) {
   if (rows == Rows) {
-    score_few<Rows>(keys, dim, queries, out);
+    score_few<Rows>(block, dim, queries, out);
   } else if constexpr (Rows > 1) {
-    score_up_to<Rows - 1>(rows, keys, dim, queries, out);
+    score_up_to<Rows - 1>(rows, block, dim, queries, out);
   }
 }
 
 // out[keys, dim] in fp32.
 template <class T>
-void load_values(const Block<T>& values, int64_t dim, float* out) {
-  for (int64_t i = 0; i < values.count; ++i) {
-    for (int64_t d = 0; d < dim; d += kLanes) store(out + i * dim + d, values.load_ahead(i, d));
+void load_values(const Block<T>& block, int64_t dim, float* out) {
+  for (int64_t i = 0; i < block.count; ++i) {
+    for (int64_t d = 0; d < dim; d += kLanes) store(out + i * dim + d, load(block.value(i) + d));
   }
 }
 
@@ -198,35 +201,44 @@ void attend(const Shape& shape, const Tensors<T>& tensors, const Tile& tile, int
   std::fill_n(result.total, rows * kLanes, 0.0f);
   std::fill_n(result.values, rows * dim, 0.0f);
   const int32_t* pages = tensors.page_table + tile.row * shape.table_stride;
-  int64_t offsets[2][kBlockKeys] = {};
-  int64_t *here = offsets[0], *ahead = offsets[1];
-  find_slots(shape, pages, keys.begin, std::min(kBlockKeys, keys.end - keys.begin), head, ahead);
-  for (int64_t key = keys.begin; key < keys.end; key += kBlockKeys) {
-    const int64_t count = std::min(kBlockKeys, keys.end - key), next = key + count;
-    std::swap(here, ahead);
-    find_slots(shape, pages, next, std::min(kBlockKeys, keys.end - next), head, ahead);
-    const Block<T> key_block{tensors.k_cache, here, ahead, count};
-    const Block<T> value_block{tensors.v_cache, here, ahead, count};
-    const int64_t width = (count + kLanes - 1) / kLanes * kLanes;
+  Block<T> block{tensors.k_cache, tensors.v_cache, {}, {}, 0};
+  const auto find_next = [&](int64_t first) {
+    const int64_t count = std::min(kBlockKeys, keys.end - first);
+    find_slots(shape, pages, first, count, head, block.next_offsets);
+  };
+  find_next(keys.begin);
+  for (int64_t key = keys.begin; key < keys.end; key += block.count) {
+    block.count = std::min(kBlockKeys, keys.end - key);
+    std::copy_n(block.next_offsets, kBlockKeys, block.offsets);
+    find_next(key + block.count);
+    const int64_t width = (block.count + kLanes - 1) / kLanes * kLanes;
     if (rows <= kFewRows) {
-      score_up_to<kFewRows>(rows, key_block, dim, scratch.queries, scratch.scores);
+      score_up_to<kFewRows>(rows, block, dim, scratch.queries, scratch.scores);
     } else {
-      load_keys(key_block, dim, scratch.keys);
-      multiply(rows, width, dim, scratch.queries, dim, scratch.keys, kBlockKeys, scratch.scores,
+      load_keys(block, dim, scratch.keys);
+      load_values(block, dim, scratch.values);
+      multiply(rows, width, dim, scratch.queries, dim,
+               [&](int64_t k) { return scratch.keys + k * kBlockKeys; }, scratch.scores,
                kBlockKeys, false);
     }
-    load_values(value_block, dim, scratch.values);
     for (int64_t m = 0; m < rows; ++m) {
       const int64_t position = tile.first_position + (tile.begin + m) / group;
-      const int64_t low = std::clamp<int64_t>(position - shape.window + 1 - key, 0, count);
-      const int64_t high = std::clamp<int64_t>(position + 1 - key, low, count);
+      const int64_t low = std::clamp<int64_t>(position - shape.window + 1 - key, 0, block.count);
+      const int64_t high = std::clamp<int64_t>(position + 1 - key, low, block.count);
       const float rescale = weigh(scratch.scores + m * kBlockKeys, width, low, high,
                                   result.maximum[m], result.total + m * kLanes);
       if (rescale == 1.0f) continue;
       for (int64_t d = 0; d < dim; ++d) result.values[m * dim + d] *= rescale;
     }
-    multiply(rows, dim, count, scratch.scores, kBlockKeys, scratch.values, dim, result.values, dim,
-             true);
+    const auto accumulate = [&](const auto& value_row) {
+      multiply(rows, dim, block.count, scratch.scores, kBlockKeys, value_row, result.values, dim,
+               true);
+    };
+    if (rows <= kFewRows) {
+      accumulate([&](int64_t k) { return block.value(k); });
+    } else {
+      accumulate([&](int64_t k) { return scratch.values + k * dim; });
+    }
   }
 }
 
@@ -282,7 +294,9 @@ void paged_attention(const Shape& shape, const Tensors<T>& tensors) {
   const int64_t size = Sums::size(tile_rows, shape.dim);
   const auto shared = std::make_unique_for_overwrite<float[]>(
       static_cast<size_t>(splits > 1 ? items * splits * size : 0));
-  const auto tile_of = [&](int64_t item) { return tiles[static_cast<size_t>(item / shape.kv_heads)]; };
+  const auto tile_of = [&](int64_t item) {
+    return tiles[static_cast<size_t>(item / shape.kv_heads)];
+  };
 #pragma omp parallel
   {
     Scratch scratch;

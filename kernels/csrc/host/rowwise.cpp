@@ -12,7 +12,7 @@
 namespace treadle {
 namespace {
 
-// Below this many elements a second thread costs more than it saves (perf: a fork is about 3 us).
+// Below this many elements a second thread costs more than it saves: it must wake first.
 constexpr int64_t kParallelElements = 1 << 16;
 
 template <class T>
@@ -92,7 +92,6 @@ void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size) {
   for (int64_t t = 0; t < tokens; ++t) {
     const T* gate = gate_up + t * 2 * size;
     const T* up = gate + size;
-#pragma omp simd simdlen(16)
     for (int64_t i = 0; i < size; ++i) {
       const float g = widen(gate[i]);
       out[t * size + i] = narrow<T>(round_to<T>(g / (1.0f + fast_exp(-g))) * widen(up[i]));
@@ -128,8 +127,9 @@ using treadle::in;
 using treadle::out;
 
 // x, y: [tokens, heads, dim]; stride between tokens of x; y is contiguous.
-TREADLE_EXPORT void treadle_rms_norm(int kind, const void* x, const void* weight, void* y, int64_t tokens,
-                      int64_t heads, int64_t dim, int64_t stride, float eps) {
+TREADLE_EXPORT void treadle_rms_norm(int kind, const void* x, const void* weight, void* y,
+                                     int64_t tokens, int64_t heads, int64_t dim, int64_t stride,
+                                     float eps) {
   const auto run = [&]<class T>(T) {
     treadle::rms_norm(in<T>(x), in<T>(weight), out<T>(y), tokens, heads, dim, stride, eps);
   };
@@ -137,8 +137,9 @@ TREADLE_EXPORT void treadle_rms_norm(int kind, const void* x, const void* weight
 }
 
 // All [tokens, dim], contiguous; sum = x + residual, y = norm(sum).
-TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, const void* residual, const void* weight,
-                          void* y, void* sum, int64_t tokens, int64_t dim, float eps) {
+TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, const void* residual,
+                                         const void* weight, void* y, void* sum, int64_t tokens,
+                                         int64_t dim, float eps) {
   const auto run = [&]<class T>(T) {
     treadle::add_rms_norm(in<T>(x), in<T>(residual), in<T>(weight), out<T>(y), out<T>(sum), tokens,
                           dim, eps);
@@ -146,11 +147,12 @@ TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, const void* re
   kind == 0 ? run(float{}) : run(Bf16{});
 }
 
-// q: [tokens, q_heads, dim], k: [tokens, kv_heads, dim]; strides between tokens; outputs contiguous.
+// q: [tokens, q_heads, dim], k: [tokens, kv_heads, dim]; strides between tokens, outputs dense.
 TREADLE_EXPORT void treadle_rope(int kind, const void* q, const void* k, const int64_t* positions,
-                  const float* cos_sin, void* q_out, void* k_out, int64_t tokens, int64_t q_heads,
-                  int64_t kv_heads, int64_t dim, int64_t rotary_dim, int64_t q_stride,
-                  int64_t k_stride, int interleaved) {
+                                 const float* cos_sin, void* q_out, void* k_out, int64_t tokens,
+                                 int64_t q_heads, int64_t kv_heads, int64_t dim,
+                                 int64_t rotary_dim, int64_t q_stride, int64_t k_stride,
+                                 int interleaved) {
   const auto run = [&]<class T>(T) {
     treadle::rope(in<T>(q), in<T>(k), positions, cos_sin, out<T>(q_out), out<T>(k_out), tokens,
                   q_heads, kv_heads, dim, rotary_dim, q_stride, k_stride, interleaved != 0);
@@ -159,7 +161,8 @@ TREADLE_EXPORT void treadle_rope(int kind, const void* q, const void* k, const i
 }
 
 // gate_up: [tokens, 2 size], y: [tokens, size], contiguous.
-TREADLE_EXPORT void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens, int64_t size) {
+TREADLE_EXPORT void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens,
+                                         int64_t size) {
   const auto run = [&]<class T>(T) {
     treadle::silu_and_mul(in<T>(gate_up), out<T>(y), tokens, size);
   };
@@ -168,8 +171,8 @@ TREADLE_EXPORT void treadle_silu_and_mul(int kind, const void* gate_up, void* y,
 
 // k, v: [tokens, row]; caches: [slots, row]; all sizes and strides in bytes.
 TREADLE_EXPORT void treadle_store_kv(const void* k, const void* v, void* k_cache, void* v_cache,
-                      const int64_t* slots, int64_t tokens, int64_t row_bytes, int64_t k_stride,
-                      int64_t v_stride) {
-  treadle::store_kv(in<char>(k), in<char>(v), out<char>(k_cache), out<char>(v_cache), slots, tokens,
-                    row_bytes, k_stride, v_stride);
+                                     const int64_t* slots, int64_t tokens, int64_t row_bytes,
+                                     int64_t k_stride, int64_t v_stride) {
+  treadle::store_kv(in<char>(k), in<char>(v), out<char>(k_cache), out<char>(v_cache), slots,
+                    tokens, row_bytes, k_stride, v_stride);
 }

@@ -32,7 +32,8 @@ inline Vec load(const float* x) { return *reinterpret_cast<const LooseVec*>(x); 
 
 inline Vec load(const Bf16* x) {
 #if defined(__AVX512F__)  // gcc widens a general vector of this size in two halves
-  const auto words = (Words)_mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256((const __m256i*)x));
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  const auto words = (Words)_mm512_maskz_cvtepu16_epi32(0xffff, halves);
 #else
   typedef uint16_t Halves __attribute__((vector_size(kLanes * sizeof(uint16_t))));
   Halves halves;
@@ -46,10 +47,11 @@ inline void store(float* x, Vec value) { *reinterpret_cast<LooseVec*>(x) = value
 
 inline Vec fast_exp(Vec x) { return exp_of<Vec, Words>(x); }
 
-// c[rows, columns of Vec] (+)= a[rows, depth] * b[depth, columns]; sums stay in registers.
-template <int Rows, int Columns>
-inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t ldb, float* c,
-                          int64_t ldc, int64_t depth, bool accumulate) {
+// c[Rows, Columns Vecs] (+)= a[Rows, depth] * b[depth, from column]; sums stay in registers.
+// b_row(k) points at row k of b.
+template <int Rows, int Columns, class RowOf>
+inline void multiply_tile(const float* a, int64_t lda, const RowOf& b_row, int64_t column,
+                          float* c, int64_t ldc, int64_t depth, bool accumulate) {
   Vec sums[Rows][Columns];
   for (int i = 0; i < Rows; ++i) {
     for (int j = 0; j < Columns; ++j) {
@@ -57,10 +59,10 @@ inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t l
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
-    Vec b_row[Columns];
-    for (int j = 0; j < Columns; ++j) b_row[j] = load(b + k * ldb + j * kLanes);
+    Vec row[Columns];
+    for (int j = 0; j < Columns; ++j) row[j] = load(b_row(k) + column + j * kLanes);
     for (int i = 0; i < Rows; ++i) {
-      for (int j = 0; j < Columns; ++j) sums[i][j] += a[i * lda + k] * b_row[j];
+      for (int j = 0; j < Columns; ++j) sums[i][j] += a[i * lda + k] * row[j];
     }
   }
   for (int i = 0; i < Rows; ++i) {
@@ -69,30 +71,32 @@ inline void multiply_tile(const float* a, int64_t lda, const float* b, int64_t l
 }
 
 // As multiply_tile, for any number of rows up to Rows.
-template <int Rows, int Columns>
-inline void multiply_rows(int64_t rows, const float* a, int64_t lda, const float* b, int64_t ldb,
-                          float* c, int64_t ldc, int64_t depth, bool accumulate) {
+template <int Rows, int Columns, class RowOf>
+inline void multiply_rows(int64_t rows, const float* a, int64_t lda, const RowOf& b_row,
+                          int64_t column, float* c, int64_t ldc, int64_t depth, bool accumulate) {
   if (rows == Rows) {
-    multiply_tile<Rows, Columns>(a, lda, b, ldb, c, ldc, depth, accumulate);
+    multiply_tile<Rows, Columns>(a, lda, b_row, column, c, ldc, depth, accumulate);
   } else if constexpr (Rows > 1) {
-    multiply_rows<Rows - 1, Columns>(rows, a, lda, b, ldb, c, ldc, depth, accumulate);
+    multiply_rows<Rows - 1, Columns>(rows, a, lda, b_row, column, c, ldc, depth, accumulate);
   }
 }
 
-// c[rows, width] (+)= a[rows, depth] * b[depth, width]. width is a multiple of kLanes.
+// c[rows, width] (+)= a[rows, depth] * b[depth, width]; b_row(k) points at row k of b, which is
+// fp32 or bf16. width is a multiple of kLanes.
+template <class RowOf>
 inline void multiply(int64_t rows, int64_t width, int64_t depth, const float* a, int64_t lda,
-                     const float* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+                     const RowOf& b_row, float* c, int64_t ldc, bool accumulate) {
   for (int64_t i = 0; i < rows; i += kRows) {
     const int64_t some = rows - i < kRows ? rows - i : kRows;
-    const float* a_row = a + i * lda;
-    float* c_row = c + i * ldc;
+    const float* a_rows = a + i * lda;
+    float* c_rows = c + i * ldc;
     int64_t j = 0;
     for (; j + kColumns * kLanes <= width; j += kColumns * kLanes) {
-      multiply_rows<kRows, kColumns>(some, a_row, lda, b + j, ldb, c_row + j, ldc, depth,
+      multiply_rows<kRows, kColumns>(some, a_rows, lda, b_row, j, c_rows + j, ldc, depth,
                                      accumulate);
     }
     for (; j < width; j += kLanes) {
-      multiply_rows<kRows, 1>(some, a_row, lda, b + j, ldb, c_row + j, ldc, depth, accumulate);
+      multiply_rows<kRows, 1>(some, a_rows, lda, b_row, j, c_rows + j, ldc, depth, accumulate);
     }
   }
 }
