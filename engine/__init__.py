@@ -8,11 +8,14 @@ from treadle.engine.errors import (
     InvalidRequest,
     ModelError,
     NotBuilt,
+    NotIdle,
+    QueueFull,
     StepFailed,
     TreadleError,
 )
 from treadle.engine.info import EngineInfo, EngineLoad
 from treadle.engine.offline import SyncEngine
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import Completion, FinishReason, RequestOutput
 from treadle.engine.sampling_params import SamplingParams
 
@@ -28,6 +31,9 @@ __all__ = [
     "InvalidRequest",
     "ModelError",
     "NotBuilt",
+    "NotIdle",
+    "QueueFull",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "StepFailed",

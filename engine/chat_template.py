@@ -20,6 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from treadle.engine.errors import InvalidRequest, ModelError
 
+PART_SEPARATOR = "\n"  # as vLLM and LMDeploy have it; SGLang has a space
+
 # Ends the message that is to be continued; the trailing space tells whether the template trims.
 _OPEN_END = "\ue0f1continue\ue0f2 "
 _PROBE = "\ue0f1probe\ue0f2"
@@ -97,8 +99,8 @@ class ChatTemplate:
         """The prompt text, special tokens included.
 
         Content may be a string, a list of text parts or None. It is given in the form the template
-        takes: parts are joined with a space where it takes strings only, a string is wrapped where
-        it takes parts only. With `continue_final_message` the last message stays open.
+        takes: parts are joined with PART_SEPARATOR where it takes strings only, a string is wrapped
+        where it takes parts only. With `continue_final_message` the last message stays open.
         Raises: InvalidRequest with the template's own message when the template refuses.
         """
         kwargs = dict(template_kwargs or {})
@@ -156,7 +158,8 @@ class ChatTemplate:
         elif self._takes_parts:
             content = [dict(part) for part in content]
         else:
-            content = " ".join(_text_of(part, f"messages[{index}].content") for part in content)
+            where = f"messages[{index}].content"
+            content = PART_SEPARATOR.join(_text_of(part, where) for part in content)
         prepared["content"] = content
         if "tool_calls" in prepared:
             prepared["tool_calls"] = [_parse_arguments(call) for call in prepared["tool_calls"]]
@@ -195,7 +198,7 @@ def _parse_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     try:
         arguments = json.loads(function["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):  # the template gets them as they are
         return dict(call)
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -11,26 +11,35 @@ import importlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from treadle.engine.assemble import build_scheduler
 from treadle.engine.config import EngineConfig
-from treadle.engine.errors import EngineClosed, InvalidRequest
+from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFull
 from treadle.engine.gather import Gathered
 from treadle.engine.info import EngineLoad, Parts
 from treadle.engine.intake import Intake
 from treadle.engine.logs import StepLog
 from treadle.engine.loop import Loop
+from treadle.engine.options import RequestOptions
 from treadle.engine.outbox import Outbox
 from treadle.engine.output import FinishReason, RequestOutput, Sink
+from treadle.engine.planner import Launch
 from treadle.engine.request import Request
 from treadle.engine.sampling_params import SamplingParams
-from treadle.engine.scheduler import Launch, Scheduler
 from treadle.graphs.step import StepResult
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any] | None
 
 
+PLAIN = RequestOptions()
+
+
 def _same(name: str) -> str:
     return name
+
+
+def _nowhere(delta: RequestOutput) -> None:
+    """Takes the deltas of a request that its caller was told is not there."""
 
 
 class Engine:
@@ -43,11 +52,7 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self._executor = parts.executor
         self._requests: dict[str, list[Request]] = {}
-        self._scheduler = Scheduler(
-            parts.executor.capacity,
-            max_running_requests=parts.max_running_requests,
-            chunked_prefill_size=parts.chunked_prefill_size,
-        )
+        self._scheduler = build_scheduler(parts)
         self._intake = Intake(
             parts.info,
             parts.tokenizer,
@@ -58,7 +63,8 @@ class Engine:
         label = "cpu graph" if parts.info.server_args.get("device") == "cpu" else "cuda graph"
         self._log = StepLog(self._scheduler, schedule.decode_log_interval, label)
         self._outbox = Outbox(self._forget, self._scheduler.abort)
-        self._loop = Loop(self._scheduler, parts.executor, self._outbox, self._on_step)
+        depth = 1 if schedule.disable_overlap_schedule else parts.executor.depth
+        self._loop = Loop(self._scheduler, parts.executor, self._outbox, self._on_step, depth)
         self._task = asyncio.get_running_loop().create_task(self._loop.run(), name="treadle-loop")
         self._is_closing = False
 
@@ -90,6 +96,7 @@ class Engine:
         return not self._is_closing and self._loop.error is None and not self._task.done()
 
     def load(self) -> EngineLoad:
+        """How busy it is now."""
         return EngineLoad(
             num_running_reqs=len(self._scheduler.running),
             num_waiting_reqs=len(self._scheduler.waiting),
@@ -145,27 +152,24 @@ class Engine:
         sink: Sink,
         *,
         request_id: str | None = None,
+        options: RequestOptions = PLAIN,
         names: Callable[[str], str] = _same,
     ) -> str:
         """Queues the `n` choices of a request and returns its id.
 
         sink: gets every delta of every choice, each choice's last with a finish_reason.
         names: maps a field of SamplingParams, `prompt` or `rid` to the caller's name for it.
-        Raises: InvalidRequest, EngineClosed.
+        Raises: InvalidRequest, QueueFull, EngineClosed.
         """
         if not self.is_ready:
             raise EngineClosed(self._loop.error or "the engine is shutting down")
         if request_id in self._requests:
             raise InvalidRequest(f"a request with id {request_id!r} is running", names("rid"))
-        requests = self._intake.requests(prompt_ids, params, sink, request_id, names)
+        requests = self._intake.requests(prompt_ids, params, sink, request_id, options, names)
         rid = requests[0].request_id
         self._requests[rid] = list(requests)
         for request in requests:
-            if request.max_len == request.prompt_len:
-                request.finish_reason = FinishReason("length")
-                self._outbox.put((request,))  # nothing to compute
-            else:
-                self._scheduler.submit(request)
+            self._queue(request)
         self._loop.wake()
         return rid
 
@@ -232,6 +236,23 @@ class Engine:
             gathered.abandon()
         return completions if is_batch or each[0].n > 1 else completions[0]
 
+    async def flush_cache(self, timeout: float = 0.0) -> int:
+        """Forgets all cached prefixes once the engine is idle; returns the tokens freed.
+
+        timeout: seconds to wait for that.
+        Raises: NotIdle.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not self._scheduler.is_idle:
+            # with nothing queued, only a step in flight is waited for: that takes no patience
+            if self._scheduler.has_work and asyncio.get_running_loop().time() >= deadline:
+                load = self.load()
+                raise NotIdle(
+                    f"{load.num_running_reqs} requests run and {load.num_waiting_reqs} wait"
+                )
+            await asyncio.sleep(0.002)
+        return self._scheduler.pages.flush()
+
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Takes nothing new, lets running requests finish for a while, aborts the rest, closes.
 
@@ -250,6 +271,21 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises: AssertionError when a page, a slot or a request is lost."""
         self._scheduler.check_integrity()
+
+    def _queue(self, request: Request) -> None:
+        if request.max_len == request.prompt_len:
+            request.finish_reason = FinishReason("length")
+            self._outbox.put((request,))  # nothing to compute
+            return
+        try:
+            dropped = self._scheduler.submit(request)
+        except QueueFull:
+            for choice in self._requests.pop(request.request_id):
+                choice.sink = _nowhere
+                self._scheduler.abort(choice)
+            raise
+        if dropped is not None:
+            self._outbox.put((dropped,))
 
     async def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint, through Hugging Face's `tokenizers`. Knows no request, no device.
 
-Reads a Hugging Face folder or a GGUF file; transformers is loaded only for folders that have
-neither tokenizer.json nor GGUF.
+Reads a Hugging Face folder, or the metadata of a GGUF file; transformers is loaded only for folders
+without a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from treadle.engine.chat_template import ChatTemplate, select_template
 from treadle.engine.errors import InvalidRequest, ModelError
-from treadle.engine.gguf_vocab import load_gguf_vocab, read_eos_ids, surround
+from treadle.engine.gguf_vocab import Metadata, read_gguf_vocab, surround
 from treadle.engine.token_bytes import TokenBytes
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
@@ -40,6 +40,9 @@ class HfTokenizer:
         bos_token_id: int | None,
         templates: Mapping[str, ChatTemplate],
     ) -> None:
+        # The engine encodes several requests at once in its own threads. Setting it at all also
+        # keeps the library from warning when the host program forks.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         backend.no_truncation()
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
@@ -123,28 +126,29 @@ def _vocab_size(backend: Backend, added: Mapping[int, AddedToken]) -> int:
     return size
 
 
-def load_tokenizer(path: Path, *, model_path: Path | None = None) -> HfTokenizer:
-    """Loads the tokenizer of a Hugging Face folder or a GGUF file.
+def gguf_tokenizer(
+    metadata: Metadata, origin: str, eos_token_ids: frozenset[int] = frozenset()
+) -> HfTokenizer:
+    """The tokenizer in a GGUF file's keys and values.
 
-    model_path: the checkpoint, if it is not `path`: its configs say more ids that end a text.
-    Raises: ModelError when there is none or it cannot be read.
+    origin: the file, for messages. eos_token_ids: more ids that end a text.
+    Raises: ModelError when there is none or it cannot be used.
     """
-    # A request is one text; the engine encodes several at once in its own threads. Setting it at
-    # all also keeps the library from warning when the host program forks.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    eos_ids = frozenset[int]() if model_path in (None, path) else _eos_ids(model_path)
-    if path.is_dir():
-        return _load_folder(path, eos_ids)
-    vocab = load_gguf_vocab(path)
+    vocab = read_gguf_vocab(metadata, origin)
     return HfTokenizer(
         vocab.tokenizer,
-        eos_token_ids=eos_ids | vocab.eos_token_ids,
+        eos_token_ids=eos_token_ids | vocab.eos_token_ids,
         bos_token_id=vocab.bos_token_id,
-        templates=_compile(vocab.chat_templates, vocab.special_tokens, path),
+        templates=_compile(vocab.chat_templates, vocab.special_tokens, origin),
     )
 
 
-def _load_folder(folder: Path, eos_ids: frozenset[int]) -> HfTokenizer:
+def folder_tokenizer(folder: Path, eos_token_ids: frozenset[int] = frozenset()) -> HfTokenizer:
+    """The tokenizer in a Hugging Face folder.
+
+    eos_token_ids: more ids that end a text.
+    Raises: ModelError when there is none or it cannot be read.
+    """
     config = _read_json(folder / "tokenizer_config.json")
     backend = _load_backend(folder)
     special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
@@ -158,9 +162,9 @@ def _load_folder(folder: Path, eos_ids: frozenset[int]) -> HfTokenizer:
         )
     return HfTokenizer(
         backend,
-        eos_token_ids=eos_ids | _eos_ids(folder) | (set() if eos is None else {eos}),
+        eos_token_ids=eos_token_ids | folder_eos_ids(folder) | (set() if eos is None else {eos}),
         bos_token_id=bos,
-        templates=_compile(_read_templates(folder, config), special, folder),
+        templates=_compile(_read_templates(folder, config), special, str(folder)),
     )
 
 
@@ -200,12 +204,10 @@ def _read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def _eos_ids(model: Path) -> frozenset[int]:
-    """What a checkpoint says ends a text: config.json, generation_config.json, GGUF metadata."""
-    if not model.is_dir():
-        return read_eos_ids(model)
-    config = _read_json(model / "config.json")
-    generation = _read_json(model / "generation_config.json")
+def folder_eos_ids(folder: Path) -> frozenset[int]:
+    """What the configs of a model's folder say ends a text. Raises: ModelError."""
+    config = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json")
     ids: set[int] = set()
     for source in (config, config.get("text_config") or {}, generation):
         value = source.get("eos_token_id")
@@ -265,6 +267,6 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _compile(
-    sources: Mapping[str, str], special: Mapping[str, str], origin: Path
+    sources: Mapping[str, str], special: Mapping[str, str], origin: str
 ) -> dict[str, ChatTemplate]:
-    return {name: ChatTemplate(text, special, str(origin)) for name, text in sources.items()}
+    return {name: ChatTemplate(text, special, origin) for name, text in sources.items()}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from treadle.engine.errors import InvalidRequest
 from treadle.engine.info import EngineInfo
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import Sink
 from treadle.engine.request import Request
 from treadle.engine.sampling_params import SamplingParams
@@ -77,6 +79,7 @@ class Intake:
         params: SamplingParams,
         sink: Sink,
         request_id: str | None,
+        options: RequestOptions,
         names: Callable[[str], str],
     ) -> list[Request]:
         """One Request per choice, all of one id.
@@ -86,7 +89,10 @@ class Intake:
         params.validate(self._info.vocab_size, names)
         self._check_prompt(prompt_ids, names("prompt"))
         rid = uuid.uuid4().hex if request_id is None else request_id
-        return [self._request(rid, index, prompt_ids, params, sink) for index in range(params.n)]
+        tokens = array("i", prompt_ids)
+        return [
+            self._request(rid, index, tokens, params, sink, options) for index in range(params.n)
+        ]
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)
@@ -117,9 +123,15 @@ class Intake:
                 )
 
     def _request(
-        self, rid: str, index: int, prompt_ids: Sequence[int], params: SamplingParams, sink: Sink
+        self,
+        rid: str,
+        index: int,
+        tokens: array[int],
+        params: SamplingParams,
+        sink: Sink,
+        options: RequestOptions,
     ) -> Request:
-        room = self._max_len - len(prompt_ids)
+        room = self._max_len - len(tokens)
         wanted = room if params.max_new_tokens is None else min(params.max_new_tokens, room)
         seed = params.sampling_seed
         if seed is None:
@@ -131,14 +143,17 @@ class Intake:
         return Request(
             request_id=rid,
             index=index,
-            token_ids=list(prompt_ids),
-            max_len=len(prompt_ids) + wanted,
+            token_ids=tokens[:],
+            max_len=len(tokens) + wanted,
             params=params,
             seed=_fold(seed, index),
             stop_ids=stop_ids,
             text=TextStream(self._tokenizer, params) if self._tokenizer else None,
             stream_interval=params.stream_interval or self._stream_interval,
             sink=sink,
+            priority=options.priority,
+            routing_key=options.routing_key,
+            namespace=(options.extra_key, options.cache_salt),
         )
 
 

@@ -1,9 +1,10 @@
-"""Which pages each running request holds, in every KV group, and what it may still claim.
+"""Which pages each running request holds, in every KV group, and which the prefix tree owns.
 
-Knows requests' lengths and page tables, never when a request runs or what its tokens are.
+Knows requests' lengths, page tables and the tree; never when a request runs or what its tokens are.
 
-Until requests can be retracted, a request is admitted only when its worst case fits beside the
-worst cases of all others, so no step can run out of pages.
+A page has one owner: a request, or the tree. Pages of whole, computed, leading tokens move to the
+tree after each prefill chunk and at the end; a request keeps the tree's pages in use by a lock on
+the node where its shared part ends.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treadle.engine.page_pool import PagePool
+from treadle.engine.page_pool import OutOfPages, PagePool
+from treadle.engine.radix_cache import RadixCache
 from treadle.engine.request import Request
 from treadle.graphs.step import KvGroup, PageTableUpdate
 
@@ -22,10 +24,13 @@ GONE = -1  # place of a page that slid out of its group's window
 class KvPages:
     """Owns one PagePool per group, keyed by the group's name as everything here is."""
 
-    def __init__(self, groups: Sequence[KvGroup]) -> None:
+    def __init__(self, groups: Sequence[KvGroup], cache: RadixCache | None = None) -> None:
+        """cache: needs exactly one group, and one that keeps every page."""
+        assert cache is None or (len(groups) == 1 and groups[0].window is None)
         self.pools = {group.name: PagePool(group) for group in groups}
-        self._reserved = dict.fromkeys(self.pools, 0)  # pages claimed by admitted requests
-        self._updates: dict[str, list[tuple[int, int, int]]] = {name: [] for name in self.pools}
+        self.cache = cache
+        self.last_step = 0  # number of the last launched step, as the scheduler says
+        self._updates = {name: _Updates() for name in self.pools}
 
     @property
     def max_tokens(self) -> int:
@@ -33,33 +38,118 @@ class KvPages:
         return min(pool.group.tokens for pool in self.pools.values())
 
     @property
-    def num_used_tokens(self) -> int:
-        return max(pool.num_used * pool.group.page_size for pool in self.pools.values())
+    def page_size(self) -> int:
+        """The widest group's: a sequence takes space in steps of at most this many tokens."""
+        return max(pool.group.page_size for pool in self.pools.values())
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a request of this worst case can be admitted now."""
-        return all(
-            self._reserved[name] + pool.pages_for(num_tokens) <= pool.group.pages
+    @property
+    def available_tokens(self) -> int:
+        """Tokens that pages can be had for at once: free, or cached and not in use."""
+        evictable = self.cache.evictable_pages if self.cache else 0
+        return min(
+            (pool.num_free + evictable) * pool.group.page_size for pool in self.pools.values()
+        )
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Tokens in pages that running requests need; cached ones that nobody uses don't count."""
+        evictable = self.cache.evictable_pages if self.cache else 0
+        return max(
+            (pool.num_used - evictable) * pool.group.page_size for pool in self.pools.values()
+        )
+
+    def peek(self, request: Request) -> int:
+        """How many tokens `admit` would find cached, without touching the tree."""
+        if self.cache is None:
+            return 0
+        limit = len(request.token_ids) - 1  # at least one token is always computed
+        return self.cache.peek(request.token_ids.tobytes(), request.namespace, limit)
+
+    def admit(self, request: Request) -> None:
+        """Locks the request's cached prefix; it holds no pages of its own yet."""
+        request.pages = {name: [] for name in self.pools}
+        request.num_shared = 0
+        if self.cache is not None:
+            limit = len(request.token_ids) - 1
+            found = self.cache.match(request.token_ids.tobytes(), request.namespace, limit)
+            self.cache.lock(found.node)
+            request.node = found.node
+            request.num_shared = found.num_tokens
+            (name,) = self.pools
+            request.pages[name] = found.pages.tolist()
+        request.num_cached = request.num_computed = request.num_scheduled = request.num_shared
+
+    def withdraw(self, request: Request) -> None:
+        """Undoes `admit` for a request that does not run after all."""
+        if self.cache is not None:
+            self.cache.unlock(request.node)
+        request.pages, request.node = {}, None
+        request.num_cached = request.num_computed = request.num_scheduled = request.num_shared = 0
+
+    def place(self, request: Request) -> None:
+        """Tells the device, with the next step, where an admitted request's cached prefix is."""
+        if self.cache is not None:
+            self.cache.count_hit(request.node)
+        for name, pages in request.pages.items():
+            self._updates[name].put(request.slot, 0, pages)
+
+    def missing(self, request: Request, length: int) -> int:
+        """Pages to allocate before the request can hold this many tokens, over all groups."""
+        return sum(
+            max(0, pool.pages_for(length) - len(request.pages[name]))
             for name, pool in self.pools.items()
         )
 
-    def admit(self, request: Request) -> None:
-        """Reserves the request's worst case; it holds no pages yet."""
-        for name, pool in self.pools.items():
-            self._reserved[name] += pool.pages_for(request.worst_case_tokens)
-        request.pages = {name: [] for name in self.pools}
+    def room_for(self, request: Request) -> int:
+        """Tokens that the request can be extended by now."""
+        return (
+            min(
+                len(request.pages[name]) * pool.group.page_size - request.num_scheduled
+                for name, pool in self.pools.items()
+            )
+            + self.available_tokens
+        )
 
     def extend(self, request: Request, length: int) -> None:
-        """Gives the request pages for `length` tokens; the next `take_updates` tells of them."""
+        """Gives the request pages for `length` tokens; the next `take_updates` tells of them.
+
+        Raises: OutOfPages; the caller made room before.
+        """
         for name, pool in self.pools.items():
             held = request.pages[name]
-            missing = pool.pages_for(length) - len(held)
-            if missing > 0:
-                first = len(held)
-                held.extend(pool.allocate(missing))
-                self._updates[name].extend(
-                    (request.slot, index, held[index]) for index in range(first, len(held))
-                )
+            count = pool.pages_for(length) - len(held)
+            if count > 0:
+                pages = self._allocate(pool, count)
+                self._updates[name].put(request.slot, len(held), pages)
+                held.extend(pages)
+
+    def commit(self, request: Request) -> None:
+        """Moves whole computed pages to the tree; where it has them already, ours are freed."""
+        if self.cache is None:
+            return
+        ((name, pool),) = self.pools.items()
+        size, held = pool.group.page_size, request.pages[name]
+        end = request.num_computed // size * size
+        start = request.num_shared
+        if end <= start:
+            return
+        first, last = start // size, end // size
+        found = self.cache.insert(
+            request.token_ids[start:end].tobytes(),
+            held[first:last],
+            request.namespace,
+            after=request.node,
+            priority=request.priority or 0,
+        )
+        theirs = found.pages.tolist()
+        if theirs:
+            last = first + len(theirs)
+            pool.release(held[first:last], self.last_step)
+            held[first:last] = theirs
+            self._updates[name].put(request.slot, first, theirs)
+        self.cache.lock(found.node)
+        self.cache.unlock(request.node)
+        request.node, request.num_shared = found.node, end
 
     def trim(self, request: Request) -> None:
         """Releases pages that no later query of the request can see.
@@ -77,30 +167,98 @@ class KvPages:
                 held[:first_visible] = [GONE] * first_visible
                 pool.release(gone, last_step=0)
 
-    def release(self, request: Request, last_step: int) -> None:
-        """The one way out for an admitted request: its pages and its claim.
+    def release(self, request: Request, keep: bool) -> None:
+        """The one way out for an admitted request.
 
-        last_step: number of the last launched step.
+        keep: whether its computed pages may be found by later requests.
         """
+        if keep:
+            self.commit(request)
         for name, pool in self.pools.items():
-            pool.release([p for p in request.pages[name] if p != GONE], last_step)
-            self._reserved[name] -= pool.pages_for(request.worst_case_tokens)
-        request.pages = {}
+            own = request.pages[name][request.num_shared // pool.group.page_size :]
+            pool.release([page for page in own if page != GONE], self.last_step)
+            self._updates[name].drop(request.slot)
+        if self.cache is not None:
+            self.cache.unlock(request.node)
+        request.pages, request.node, request.num_shared = {}, None, 0
+
+    def flush(self) -> int:
+        """Forgets every cached prefix that is not in use; returns the tokens freed."""
+        if self.cache is None:
+            return 0
+        (pool,) = self.pools.values()
+        pages = self.cache.clear().tolist()
+        pool.release(pages, self.last_step)
+        return len(pages) * pool.group.page_size
 
     def take_updates(self) -> dict[str, PageTableUpdate]:
         """Page-table entries since the last call, by group; groups without any are left out."""
-        taken = {}
-        for name, entries in self._updates.items():
-            if entries:
-                columns = np.array(entries, dtype=np.int32)
-                taken[name] = PageTableUpdate(columns[:, 0], columns[:, 1], columns[:, 2])
-                self._updates[name] = []
-        return taken
+        return {
+            name: updates.take() for name, updates in self._updates.items() if not updates.is_empty
+        }
 
     def check_integrity(self, running: Iterable[Request]) -> None:
-        """Raises: AssertionError when a page or a claim is lost, shared or counted twice."""
+        """Raises: AssertionError when a page or a lock is lost, shared or counted twice."""
         running = list(running)
         for name, pool in self.pools.items():
-            pool.check_integrity(p for r in running for p in r.pages[name] if p != GONE)
-            claimed = sum(pool.pages_for(r.worst_case_tokens) for r in running)
-            assert claimed == self._reserved[name], f"{name}: claims {self._reserved[name]}"
+            first = {r: r.num_shared // pool.group.page_size for r in running}
+            held = [p for r in running for p in r.pages[name][first[r] :] if p != GONE]
+            if self.cache is not None:
+                held += self.cache.pages()
+            pool.check_integrity(held)
+        if self.cache is not None:
+            self.cache.check_integrity()
+            assert running or not self.cache.protected_pages, "a lock outlived its request"
+
+    def is_whole_when_idle(self) -> bool:
+        """Whether every page is free or the tree's, by count; meant for an idle engine."""
+        owned = self.cache.evictable_pages + self.cache.protected_pages if self.cache else 0
+        return all(
+            pool.num_free + owned == pool.group.pages for pool in self.pools.values()
+        ) and not (self.cache and self.cache.protected_pages)
+
+    def rebuild(self) -> None:
+        """Starts over with empty pools and an empty tree; nothing may run or be in flight."""
+        self.pools = {name: PagePool(pool.group) for name, pool in self.pools.items()}
+        self._updates = {name: _Updates() for name in self.pools}
+        if self.cache is not None:
+            self.cache = self.cache.renewed()
+
+    def _allocate(self, pool: PagePool, count: int) -> list[int]:
+        short = count - pool.num_free
+        if short > 0 and self.cache is not None:
+            pool.release(self.cache.evict(short).tolist(), self.last_step)
+        if count > pool.num_free:
+            raise OutOfPages(f"{count} pages asked for, {pool.num_free} free")
+        return pool.allocate(count)
+
+
+class _Updates:
+    """Page-table entries of one group on their way to the device."""
+
+    def __init__(self) -> None:
+        self._slots: list[int] = []
+        self._indices: list[int] = []
+        self._pages: list[int] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pages
+
+    def put(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        self._slots += [slot] * len(pages)
+        self._indices += range(first, first + len(pages))
+        self._pages += pages
+
+    def drop(self, slot: int) -> None:
+        """Forgets what was meant for a slot whose request is gone."""
+        if slot in self._slots:
+            keep = [place for place, other in enumerate(self._slots) if other != slot]
+            self._slots = [self._slots[place] for place in keep]
+            self._indices = [self._indices[place] for place in keep]
+            self._pages = [self._pages[place] for place in keep]
+
+    def take(self) -> PageTableUpdate:
+        columns = (self._slots, self._indices, self._pages)
+        self._slots, self._indices, self._pages = [], [], []
+        return PageTableUpdate(*(np.array(column, dtype=np.int32) for column in columns))

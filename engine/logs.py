@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import time
 
-from treadle.engine.scheduler import Launch, Scheduler
+from treadle.engine.planner import Launch
+from treadle.engine.scheduler import Scheduler
 
 logger = logging.getLogger("treadle")
 
@@ -53,8 +54,8 @@ class StepLog:
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
             "#running-req: %d, #queue-req: %d, #pending-token: %d, %s: False, "
             "input throughput (token/s): %.2f",
-            launch.num_new_requests, launch.num_prefill_tokens, 0, self._usage(),
-            launch.num_decode_rows, len(self._scheduler.waiting),
+            launch.num_new_requests, launch.num_prefill_tokens, launch.num_cached_tokens,
+            self._usage(), launch.num_decode_rows, len(self._scheduler.waiting),
             self._scheduler.num_pending_tokens, self._graph_label, rate,
         )  # fmt: skip
 

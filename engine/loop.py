@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from treadle.engine.outbox import Outbox
-from treadle.engine.scheduler import Launch, Scheduler
+from treadle.engine.planner import Launch
+from treadle.engine.scheduler import Scheduler
 from treadle.graphs.step import Executor, StepHandle, StepResult
 
 logger = logging.getLogger(__name__)
@@ -28,14 +29,18 @@ class Loop:
         executor: Executor,
         outbox: Outbox,
         on_step: Callable[[Launch, StepResult], None],
+        depth: int,
     ) -> None:
-        """on_step: told of every finished step, for logs and metrics."""
+        """on_step: told of every finished step, for logs and metrics.
+        depth: steps in flight, at most the executor's.
+        """
         self.heartbeat = 0  # turns taken
         self.error: str | None = None  # set when the device is lost
         self._scheduler = scheduler
         self._executor = executor
         self._outbox = outbox
         self._on_step = on_step
+        self._depth = depth
         self._in_flight: deque[tuple[Launch, StepHandle]] = deque()
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -65,11 +70,12 @@ class Loop:
             if self._is_closed and not self._scheduler.has_work and not self._outbox:
                 return
             if not self._outbox and not self._in_flight:
+                self._scheduler.heal_when_idle()
                 await self._wake.wait()
                 self._wake.clear()
 
     def _launch(self) -> None:
-        while len(self._in_flight) < self._executor.depth and self.error is None:
+        while len(self._in_flight) < self._depth and self.error is None:
             launch = self._scheduler.schedule()
             if launch is None:
                 return

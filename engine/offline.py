@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from treadle.engine.engine import Engine, Params, Prompt
 from treadle.engine.errors import InvalidRequest
+from treadle.engine.native_answer import native_answer
 from treadle.engine.output import Completion
 from treadle.engine.sampling_params import SamplingParams
 
@@ -114,33 +115,6 @@ class SyncEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-def native_answer(answer: Completion, elapsed_s: float) -> Answer:
-    """A completion as SGLang's dictionary."""
-    return {
-        "text": answer.text,
-        "output_ids": list(answer.token_ids),
-        "meta_info": {
-            "id": answer.request_id,
-            "finish_reason": _reason(answer),
-            "prompt_tokens": answer.prompt_tokens,
-            "completion_tokens": answer.completion_tokens,
-            "cached_tokens": answer.cached_tokens,
-            "e2e_latency": elapsed_s,
-        },
-    }
-
-
-def _reason(answer: Completion) -> Answer | None:
-    reason = answer.finish_reason
-    if reason is None:
-        return None
-    if reason.type == "stop":
-        return {"type": "stop", "matched": reason.matched}
-    if reason.type == "length":
-        return {"type": "length", "length": answer.completion_tokens}
-    return {"type": "abort", "message": reason.message, "status_code": reason.status_code}
 
 
 async def _next(deltas: AsyncIterator[Any]) -> Any:

@@ -57,7 +57,7 @@ class Outbox:
             self._on_finish(request)
 
     def _delta(self, request: Request) -> RequestOutput:
-        new_ids = request.token_ids[request.prompt_len + request.num_reported :]
+        new_ids = request.token_ids[request.prompt_len + request.num_reported :].tolist()
         request.num_reported += len(new_ids)
         return RequestOutput(
             request_id=request.request_id,
@@ -66,8 +66,9 @@ class Outbox:
             token_ids=new_ids,
             prompt_tokens=request.prompt_len,
             completion_tokens=request.num_reported,
-            cached_tokens=request.num_cached,
+            cached_tokens=request.num_cached_prompt,
             finish_reason=request.finish_reason,
+            num_retractions=request.num_retractions,
         )
 
 

@@ -65,12 +65,13 @@ class Request:
         self.prompt_len = self.num_prefill = len(self.token_ids)
 
     def restart(self) -> None:
-        """Back to waiting, with what it has generated; its KV has to be found or made again."""
+        """Back to waiting, with what it has generated; its KV has to be found or made again.
+
+        Tokens in flight are still to come: only then may it run again.
+        """
         self.status = Status.WAITING
-        self.epoch += 1
         self.num_retractions += 1
-        self.num_prefill = len(self.token_ids)
-        self.num_computed = self.num_scheduled = self.num_in_flight = self.num_cached = 0
+        self.num_computed = self.num_scheduled = self.num_cached = 0
 
     @property
     def num_generated(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from treadle.engine.errors import InvalidRequest, NotBuilt
+from treadle.engine.show import show
 
 MAX_STOPS = 32  # SGLang's limit for `stop` and `stop_regex`
 MAX_N = 128  # OpenAI's limit for `n`
@@ -86,7 +87,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and not ok(value):
                 raise InvalidRequest(
-                    f"{names(name)} must be {legal}, got {_show(value)}", names(name)
+                    f"{names(name)} must be {legal}, got {show(value)}", names(name)
                 )
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
@@ -108,15 +109,9 @@ class SamplingParams:
                 in_range = False
             if not in_range:
                 raise InvalidRequest(
-                    f"{shown} must hold token ids from 0 to {vocab_size - 1}, "
-                    f"got {_show(token_id)}",
+                    f"{shown} must hold token ids from 0 to {vocab_size - 1}, got {show(token_id)}",
                     shown,
                 )
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _between(low: float, high: float) -> Callable[[float], bool]:
@@ -180,7 +175,7 @@ _NOT_BUILT: dict[str, Callable[[Any], bool]] = {
 
 
 def _wrong(where: str, expected: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"{where} must be {expected}, got {_show(value)}", where)
+    return InvalidRequest(f"{where} must be {expected}, got {show(value)}", where)
 
 
 def _read_int(value: Any, where: str) -> int | None:

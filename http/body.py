@@ -13,7 +13,7 @@ import orjson
 from aiohttp import web
 
 from treadle.engine.errors import InvalidRequest
-from treadle.http.wire.base import show
+from treadle.engine.show import show
 
 
 async def read_object(request: web.Request, *, is_openai: bool) -> dict[str, Any]:

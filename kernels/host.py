@@ -29,7 +29,12 @@ FLOAT: Final = ctypes.c_float
 _V2 = frozenset("cx16 lahf_lm popcnt pni sse4_1 sse4_2 ssse3".split())
 _V3 = _V2 | frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_BUILDS = (("_host_v4", _V4), ("_host_v3", _V3), ("_host", frozenset[str]()))  # x86-64 psABI levels
+_BUILDS = (  # the best first: x86-64 psABI levels, the highest also with bf16 arithmetic
+    ("_host_v4_bf16", _V4 | {"avx512_bf16"}),
+    ("_host_v4", _V4),
+    ("_host_v3", _V3),
+    ("_host", frozenset[str]()),
+)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 

@@ -19,6 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps).sqrt() * weight
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = (x.double().unsqueeze(-2) * weight.double()).sum(-1)
+    return product if bias is None else product + bias.double()
+
+
 def rotate(
     x: Tensor,  # [T, H, D]
     positions: Tensor,  # [T]

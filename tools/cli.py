@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import Field, fields
 from typing import Any
 
-from treadle.engine.config import EngineConfig, flag
+from treadle.engine.config import EngineConfig, flag, kind_of
 from treadle.engine.errors import TreadleError
 from treadle.tools.version import treadle_version
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
-_INTEGERS = {
-    "context_length", "random_seed", "page_size", "max_total_tokens", "max_running_requests",
-    "chunked_prefill_size", "stream_interval", "decode_log_interval",
-}  # fmt: skip
 _ALIASES = {"model_path": ("--model",), "random_seed": ("--seed",)}
 
 
@@ -37,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(_unknown(unknown[0], options.known))
     _log_to_stderr(options.log_level)
     try:
-        exit_code: int = options.run(options)
+        exit_code: int = (_explain if options.explain else options.run)(options)
     except TreadleError as error:
         print(f"treadle: {error}", file=sys.stderr)
         return 1
@@ -62,6 +59,22 @@ def human_int(text: str) -> int:
         return int(float(number) * _SUFFIXES[suffix]) if suffix else int(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096 or 4k") from None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
+    "int": human_int, "float": float, "str": str, "Mapping": json_object,
+}  # fmt: skip
 
 
 def _groups() -> list[Any]:
@@ -117,19 +130,27 @@ def _add_engine_flags(parser: argparse.ArgumentParser, run: object) -> None:
     for group in _groups():
         section = parser.add_argument_group(type(group).__name__.removesuffix("Config").lower())
         for each in fields(group):
-            section.add_argument(
-                flag(each.name),
-                *_ALIASES.get(each.name, ()),
-                dest=each.name,
-                default=each.default,
-                choices=each.metadata["choices"] or None,
-                type=human_int if each.name in _INTEGERS else str,
-                help=each.metadata["help"] + ("" if each.default is None else f" ({each.default})"),
-            )
+            names = (flag(each.name), *_ALIASES.get(each.name, ()))
+            section.add_argument(*names, dest=each.name, **_reading(each))
     parser.add_argument("--log-level", default="info",
                         choices=("debug", "info", "warning", "error"), help="(info)")  # fmt: skip
+    parser.add_argument("--explain", action="store_true",
+                        help="print every setting, its value and why, and leave")  # fmt: skip
     known = [name for action in parser._actions for name in action.option_strings]
     parser.set_defaults(run=run, known=known)
+
+
+def _reading(each: Field[Any]) -> dict[str, Any]:
+    """How argparse reads a setting."""
+    kind, doc = kind_of(each), each.metadata["help"]
+    if kind == "bool":
+        return {"action": "store_true", "help": doc}
+    return {
+        "default": each.default,
+        "choices": each.metadata["legal"].choices or None,
+        "type": _READERS[kind],
+        "help": doc + ("" if each.default is None else f" ({each.default})"),
+    }
 
 
 def _log_to_stderr(level: str) -> None:
@@ -139,6 +160,13 @@ def _log_to_stderr(level: str) -> None:
         datefmt="%Y-%m-%d %H:%M:%S",
         stream=sys.stderr,
     )
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from treadle.tools.explain import explain
+
+    print(explain(EngineConfig.from_flags(engine_flags(options))))
+    return 0
 
 
 def _serve(options: argparse.Namespace) -> int:

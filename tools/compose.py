@@ -9,37 +9,33 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from treadle.engine.config import (
-    EngineConfig,
-    ModelFacts,
-    Resolved,
-    context_length,
-    flag,
-    resolve,
-)
+from treadle.engine.config import EngineConfig, flag
 from treadle.engine.errors import ConfigError, ModelError
-from treadle.engine.hf_tokenizer import load_tokenizer
 from treadle.engine.info import EngineInfo, Parts
+from treadle.engine.memory import GB
+from treadle.engine.resolve import Resolved, context_length, resolve
 from treadle.engine.tokenizer import Tokenizer
 from treadle.graphs.device import Device, has_bf16_arithmetic, open_device
 from treadle.graphs.executor import DeviceExecutor
-from treadle.graphs.kv_memory import KvMemory, KvShape
+from treadle.graphs.kv_memory import KvMemory
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.spec import DecoderSpec
 from treadle.graphs.runner import Runner
 from treadle.graphs.step import Capacity, KvGroup
 from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
+from treadle.tools.footprint import kv_shape, model_facts
+from treadle.tools.machine import room
 from treadle.tools.model_source import ModelSource, locate, resolve_model
+from treadle.tools.tokenizer_source import load_tokenizer
 from treadle.tools.version import treadle_version
 
 logger = logging.getLogger("treadle")
 
-GB = 2**30
 DEPTH = 2  # steps in flight: one runs while the next is planned
 _DTYPES = {
     "float32": torch.float32,
@@ -50,14 +46,28 @@ _DTYPES = {
 }
 
 
-def compose(config: EngineConfig) -> Parts:
-    """Loads everything a configuration names. Takes seconds; runs off the event loop.
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What is known before the weights are loaded."""
+
+    source: ModelSource
+    tokenizer_path: Path
+    device: Device
+    spec: DecoderSpec
+    dtype: torch.dtype
+    resolved: Resolved  # from the memory that will be free
+    reasons: dict[str, tuple[str, str]]  # what was chosen here: value and why, by flat name
+
+
+def survey(config: EngineConfig) -> Survey:
+    """Reads the model's description, not its weights, and decides every setting.
 
     Raises: ConfigError, ModelError.
     """
     config.check()
     source = resolve_model(config.model.model_path)
-    tokenizer_path = _tokenizer_path(config, source)
+    given = config.model.tokenizer_path
+    tokenizer_path = source.path if given is None else locate(given)
     try:
         device = open_device(config.device.device)
         spec = read_spec(source.path)
@@ -65,67 +75,93 @@ def compose(config: EngineConfig) -> Parts:
         raise ModelError(str(error)) from error
     except ValueError as error:
         raise ConfigError(f"--device: {error}") from error
-    context = context_length(config, spec.max_position)
-    spec = replace(spec, max_position=context)
-    tokenizer = load_tokenizer(tokenizer_path, model_path=source.path)
-    dtype = _dtype(config, spec, device)
-    decoder = _load(source, spec, config, dtype, device)
-    executor, resolved = _build_executor(config, spec, decoder, device)
-    info = _info(config, source, tokenizer_path, spec, dtype, device, resolved)
+    spec = replace(spec, max_position=context_length(config, spec.max_position))
+    dtype, why_dtype = _dtype(config, spec, device)
+    facts = model_facts(spec, dtype, room(device), weights_loaded=False, is_host=device.is_host)
+    kind = device.torch_device.type
+    why_device = "given" if config.device.device else f"{'no' if kind == 'cpu' else 'a'} GPU found"
+    model = config.model
+    reasons = {
+        "model_path": (
+            model.model_path or str(source.path),
+            "given" if model.model_path else "the embedded model",
+        ),
+        "tokenizer_path": (str(tokenizer_path), "given" if given else "the model's"),
+        "served_model_name": (
+            model.served_model_name or source.served_name,
+            "given" if model.served_model_name else "the model's",
+        ),
+        "dtype": (str(dtype).removeprefix("torch."), why_dtype),
+        "device": (kind, why_device),
+    }
+    resolved = resolve(config, facts)
+    return Survey(source, tokenizer_path, device, spec, dtype, resolved, reasons)
+
+
+def compose(config: EngineConfig) -> Parts:
+    """Loads everything a configuration names. Takes seconds; runs off the event loop.
+
+    Raises: ConfigError, ModelError.
+    """
+    found = survey(config)
+    device = found.device
+    tokenizer = load_tokenizer(found.tokenizer_path, model_path=found.source.path)
+    decoder = _load(config, found)
+    facts = model_facts(
+        found.spec, found.dtype, room(device), weights_loaded=True, is_host=device.is_host
+    )
+    resolved = resolve(config, facts)
+    for warning in resolved.warnings:
+        logger.warning("%s", warning)
+    logger.info("Memory: %s", resolved.equation)
+    executor = _build_executor(resolved, decoder, device)
     logger.info(
-        "max_total_num_tokens=%d, chunked_prefill_size=%d, max_running_requests=%d, "
-        "context_len=%d, available_%s_mem=%.2f GB",
-        resolved.max_total_tokens, resolved.chunked_prefill_size, resolved.max_running_requests,
-        resolved.context_length, "cpu" if device.is_host else "gpu", device.free_bytes() / GB,
+        "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, "
+        "max_running_requests=%d, context_len=%d, available_%s_mem=%.2f GB",
+        resolved.max_total_tokens, resolved.chunked_prefill_size,
+        config.schedule.max_prefill_tokens, resolved.max_running_requests,
+        resolved.context_length, "cpu" if device.is_host else "gpu", room(device).free / GB,
     )  # fmt: skip
-    _check_vocabulary(tokenizer, spec)
+    _check_vocabulary(tokenizer, found.spec)
     return Parts(
         executor,
         tokenizer,
-        info,
+        _info(config, found, resolved),
         resolved.max_running_requests,
         resolved.chunked_prefill_size,
-        config,
+        resolved.config,
     )
 
 
-def _tokenizer_path(config: EngineConfig, source: ModelSource) -> Path:
-    given = config.model.tokenizer_path
-    return source.path if given is None else locate(given)
-
-
-def _dtype(config: EngineConfig, spec: DecoderSpec, device: Device) -> torch.dtype:
+def _dtype(config: EngineConfig, spec: DecoderSpec, device: Device) -> tuple[torch.dtype, str]:
     """`auto` is the checkpoint's own; quantized ones compute in bf16 where it is native."""
     if config.model.dtype != "auto":
-        return _DTYPES[config.model.dtype]
+        return _DTYPES[config.model.dtype], "given"
     if spec.dtype in _DTYPES:
-        return _DTYPES[spec.dtype]
-    return torch.bfloat16 if has_bf16_arithmetic(device) else torch.float32
+        return _DTYPES[spec.dtype], "the checkpoint's own"
+    if has_bf16_arithmetic(device):
+        return torch.bfloat16, "for quantized weights, on a device that multiplies it natively"
+    return torch.float32, "for quantized weights, on a device without bf16 arithmetic"
 
 
-def _load(
-    source: ModelSource,
-    spec: DecoderSpec,
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: Device,
-) -> Decoder:
-    before, started = device.free_bytes(), time.perf_counter()
+def _load(config: EngineConfig, found: Survey) -> Decoder:
+    before, started = room(found.device).free, time.perf_counter()
     logger.info("Load weight begin. avail mem=%.2f GB", before / GB)
     with _checkpoint_errors():
         decoder = load_decoder(
-            source.path,
-            spec,
+            found.source.path,
+            found.spec,
             load_format=config.model.load_format,
-            dtype=dtype,
-            device=device.torch_device,
+            dtype=found.dtype,
+            device=found.device.torch_device,
             progress=_Progress(),
             seed=config.model.random_seed or 0,
         )
+    after = room(found.device).free
     logger.info(
         "Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
-        time.perf_counter() - started, spec.architecture, dtype, device.free_bytes() / GB,
-        (before - device.free_bytes()) / GB,
+        time.perf_counter() - started, found.spec.architecture, found.dtype, after / GB,
+        (before - after) / GB,
     )  # fmt: skip
     return decoder
 
@@ -152,17 +188,9 @@ def _checkpoint_errors() -> Iterator[None]:
         raise ModelError(str(error)) from error
 
 
-def _build_executor(
-    config: EngineConfig, spec: DecoderSpec, decoder: Decoder, device: Device
-) -> tuple[DeviceExecutor, Resolved]:
-    shape = KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, decoder.dtype)
-    facts = ModelFacts(
-        max_position=spec.max_position,
-        bytes_per_token=shape.bytes_per_token,
-        free_bytes=device.free_bytes(),
-        is_host=device.is_host,
-    )
-    resolved = resolve(config, facts)
+def _build_executor(resolved: Resolved, decoder: Decoder, device: Device) -> DeviceExecutor:
+    spec = decoder.spec
+    shape = kv_shape(spec, decoder.dtype)
     page_bytes = resolved.page_size * shape.bytes_per_token
     pages = resolved.max_total_tokens // resolved.page_size
     group = KvGroup("full", resolved.page_size, pages, page_bytes)
@@ -175,42 +203,29 @@ def _build_executor(
         "KV Cache is allocated. dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
         decoder.dtype, resolved.max_total_tokens, half, half,
     )  # fmt: skip
-    return DeviceExecutor(Runner(decoder, memory, capacity, device, DEPTH), device, DEPTH), resolved
+    logger.info("Memory pool end. avail mem=%.2f GB", room(device).free / GB)
+    return DeviceExecutor(Runner(decoder, memory, capacity, device, DEPTH), device, DEPTH)
 
 
-def _info(
-    config: EngineConfig,
-    source: ModelSource,
-    tokenizer_path: Path,
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: Device,
-    resolved: Resolved,
-) -> EngineInfo:
-    name = config.model.served_model_name or source.served_name
-    args: dict[str, object] = {}
-    for group in (getattr(config, f.name) for f in fields(config)):
-        args |= {each.name: getattr(group, each.name) for each in fields(group)}
-    args |= {
-        "model_path": config.model.model_path or str(source.path),
-        "tokenizer_path": str(tokenizer_path),
-        "served_model_name": name,
-        "device": device.torch_device.type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "context_length": resolved.context_length,
-        "page_size": resolved.page_size,
+def _info(config: EngineConfig, found: Survey, resolved: Resolved) -> EngineInfo:
+    spec = found.spec
+    chosen = {name: value for name, (value, _) in found.reasons.items()}
+    whys = {name: why for name, (_, why) in found.reasons.items()} | dict(resolved.reasons)
+    args: dict[str, object] = {
+        **resolved.config.values(),
+        **chosen,
         "max_total_tokens": config.memory.max_total_tokens,
         "max_total_num_tokens": resolved.max_total_tokens,
-        "max_running_requests": resolved.max_running_requests,
-        "chunked_prefill_size": resolved.chunked_prefill_size,
         **dict.fromkeys(("tp_size", "dp_size", "pp_size"), 1),
         "disaggregation_mode": "null",
-        "reasons": {flag(key): why for key, why in resolved.reasons.items()},
+        "reasons": {flag(key): why for key, why in whys.items()},
+        "memory_gb": resolved.equation.terms(),
     }
+    name = chosen["served_model_name"]
     return EngineInfo(
         served_model_name=name,
-        model_path=str(args["model_path"]),
-        tokenizer_path=str(tokenizer_path),
+        model_path=chosen["model_path"],
+        tokenizer_path=chosen["tokenizer_path"],
         architectures=(spec.architecture,),
         model_type=spec.architecture.removesuffix("ForCausalLM").lower(),
         max_model_len=resolved.context_length,

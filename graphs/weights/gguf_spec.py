@@ -72,10 +72,10 @@ class _Metadata:
         """The value; the common one where a key has a value for each layer."""
         name = f"{self.arch}.{key}"
         value = self._file.metadata.get(name)
-        if isinstance(value, np.ndarray):
-            if len(set(value.tolist())) != 1:
+        if isinstance(value, list):
+            if len(set(value)) != 1:
                 raise ValueError(f"{name} differs between layers, which is not supported")
-            common: Value = value.tolist()[0]
+            common: Value = value[0]
             return common
         return value
 

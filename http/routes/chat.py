@@ -10,7 +10,7 @@ from treadle.http.respond import respond
 from treadle.http.routes.models import check_model
 from treadle.http.served import ServedEngine
 from treadle.http.state import STATE, ServerState
-from treadle.http.wire.chat import ChatRequest
+from treadle.http.wire.chat import ChatRequest, read_messages
 from treadle.http.wire.common import CommonFields
 from treadle.http.wire.openai_answers import ChatAnswers, Head
 
@@ -25,7 +25,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         check_model(engine, body.model)
         body.check()
         call_id = body.rid or new_id("chatcmpl-")
-        messages = body.template_messages()
+        messages = await read_messages(body.messages)
 
         async def encode() -> list[list[int]]:
             text = await engine.render_chat(

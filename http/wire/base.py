@@ -6,8 +6,7 @@ for the default, unknown keys are ignored.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -24,12 +23,12 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from treadle.engine.errors import InvalidRequest, NotBuilt
+from treadle.engine.show import show
 
 T = TypeVar("T")
 W = TypeVar("W", bound="Wire")
 Path = tuple[str | int, ...]
 
-MAX_SHOWN = 200  # characters of a value in a message
 MAX_RID = 256  # characters; an id stands in every chunk of a stream
 
 _LEGAL = {
@@ -43,9 +42,6 @@ _LEGAL = {
     "model_type": "an object",
     "model_attributes_type": "an object",
 }
-_shortener = reprlib.Repr()
-_shortener.maxstring = _shortener.maxother = _shortener.maxlong = 60
-_shortener.maxlist = _shortener.maxdict = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +69,15 @@ class Wire(BaseModel):
         return {key: value for key, value in data.items() if value is not None}
 
     @classmethod
-    def parse(cls: type[W], data: Mapping[str, Any]) -> W:
-        """Raises: InvalidRequest that names the field's path and what is legal there."""
+    def parse(cls: type[W], data: object, at: Path = ()) -> W:
+        """at: where in the body the data stands.
+
+        Raises: InvalidRequest that names the field's path and what is legal there.
+        """
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise _explain(error.errors(include_url=False), data) from None
-
-
-def show(value: object) -> str:
-    """A value short enough for a message, whatever the client sent."""
-    text = _shortener.repr(value)
-    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+            raise _explain(error.errors(include_url=False), data, at) from None
 
 
 def illegal(legal: str) -> PydanticCustomError:
@@ -197,13 +190,13 @@ TokenIds = Annotated[Prompts, PlainValidator(_read_token_ids)]
 AnyPrompts = Annotated[Prompts, PlainValidator(_read_prompts)]
 
 
-def _explain(errors: Sequence[ErrorDetails], data: Mapping[str, Any]) -> InvalidRequest:
+def _explain(errors: Sequence[ErrorDetails], data: object, at: Path) -> InvalidRequest:
     """One sentence about the first bad field; of a union's members the deepest match speaks."""
     located = [(_path(error, data), error) for error in errors]
     field = located[0][0][:1]
     deepest = max((path for path, _ in located if path[:1] == field), key=len)
     chosen = [error for path, error in located if path == deepest]
-    where = spell(deepest)
+    where = spell((*at, *deepest))
     if chosen[0]["type"] == "missing":
         return InvalidRequest(f"{where} is required", where)
     legal = " or ".join(dict.fromkeys(map(_legal, chosen)))

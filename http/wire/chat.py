@@ -1,20 +1,21 @@
 """The body of `/v1/chat/completions`. Knows no template and no engine.
 
-Several text parts of one message are joined with a newline: templates that take strings get the
-same prompt for `["a", "b"]` as for `"a\nb"`, and words of neighbouring parts stay apart.
+What a message says goes on in the form that the client chose: the chat template turns it into the
+form that it takes.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
-
-import orjson
 
 from treadle.engine.errors import InvalidRequest, NotBuilt
 from treadle.http.wire.base import FastList, Ids, Rid, Unbuilt, Wire, between
 from treadle.http.wire.common import CommonFields
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MESSAGES_BATCH = 256  # checked before other work gets a turn: about 1 ms
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -28,37 +29,28 @@ class Part(Wire):
     refusal: str | None = None
     thinking: str | None = None
 
-    def read(self, where: str) -> str:
-        """Raises: InvalidRequest, NotBuilt."""
+    def to_template(self, where: str) -> dict[str, Any] | None:
+        """A text part; None for thoughts, which no prompt repeats.
+
+        Raises: InvalidRequest, NotBuilt.
+        """
         if self.type not in ("text", "refusal", "thinking"):
             raise NotBuilt(where, f"a part of type {self.type!r}; this model reads text only")
         text: str | None = getattr(self, self.type)
         if text is None:
             raise InvalidRequest(f"{where}.{self.type} is required", f"{where}.{self.type}")
-        return text if self.type != "thinking" else ""
+        return None if self.type == "thinking" else {"type": "text", "text": text}
 
 
 class CalledFunction(Wire):
     name: str
     arguments: str | dict[str, Any] = ""
 
-    def to_template(self) -> dict[str, Any]:
-        """Templates print arguments as an object; clients send its JSON text."""
-        try:
-            decoded = orjson.loads(self.arguments) if isinstance(self.arguments, str) else None
-        except orjson.JSONDecodeError:
-            decoded = None
-        arguments = decoded if isinstance(decoded, dict) else self.arguments
-        return {"name": self.name, "arguments": arguments}
-
 
 class ToolCall(Wire):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
-
-    def to_template(self) -> dict[str, Any]:
-        return {"id": self.id, "type": self.type, "function": self.function.to_template()}
 
 
 class Message(Wire):
@@ -79,22 +71,22 @@ class Message(Wire):
         """
         # most templates know no developer role, some drop unknown roles without a word
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self._text(f"{where}.content")}
+        message: dict[str, Any] = {"role": role, "content": self._content(f"{where}.content")}
         for key in ("name", "tool_call_id", "reasoning_content"):
-            if getattr(self, key) is not None:
-                message[key] = getattr(self, key)
+            if (value := getattr(self, key)) is not None:
+                message[key] = value
         if self.tool_calls:
-            message["tool_calls"] = [call.to_template() for call in self.tool_calls]
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         if self.function_call is not None:
-            message["function_call"] = self.function_call.to_template()
+            message["function_call"] = self.function_call.model_dump()
         return message
 
-    def _text(self, where: str) -> str:
+    def _content(self, where: str) -> str | list[dict[str, Any]]:
         if isinstance(self.content, str):
             return self.content
         if self.content:
-            parts = [part.read(f"{where}[{i}]") for i, part in enumerate(self.content)]
-            return "\n".join(filter(None, parts)) if len(parts) > 1 else parts[0]
+            parts = (part.to_template(f"{where}[{i}]") for i, part in enumerate(self.content))
+            return [part for part in parts if part is not None]
         if self.content is None and self.role == "assistant":
             return self.refusal or ""
         raise InvalidRequest(f"{where} must be a string or a non-empty list of parts", where)
@@ -122,7 +114,7 @@ class NamedTool(Wire):
 
 
 class ChatRequest(CommonFields):
-    messages: FastList[Message]
+    messages: list[Any]  # `read_messages` checks them, a few at a time
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     rid: Rid | None = None
@@ -160,7 +152,7 @@ class ChatRequest(CommonFields):
         """
         self.check_common()
         if not self.messages:
-            raise InvalidRequest("messages must not be empty", "messages")
+            raise InvalidRequest("messages must hold at least one message", "messages")
         if self.length is not None and self.length < 1:
             name = self.client_name("max_new_tokens")
             raise InvalidRequest(f"{name} must be at least 1, got {self.length}", name)
@@ -174,11 +166,6 @@ class ChatRequest(CommonFields):
             raise NotBuilt("modalities", "this model writes text only")
         if self.verbosity != "medium":
             raise NotBuilt("verbosity", "medium is the only one")
-        if self.continue_final_message and self.messages[-1].role != "assistant":
-            raise InvalidRequest(
-                "continue_final_message needs the last message to be the assistant's",
-                "continue_final_message",
-            )
 
     @property
     def length(self) -> int | None:
@@ -193,6 +180,15 @@ class ChatRequest(CommonFields):
             return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return super().client_name(name)
 
-    def template_messages(self) -> list[dict[str, Any]]:
-        """Raises: InvalidRequest, NotBuilt."""
-        return [m.to_template(f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+async def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """The messages of a chat as its template reads them.
+
+    Raises: InvalidRequest, NotBuilt.
+    """
+    read = []
+    for index, message in enumerate(messages):
+        read.append(Message.parse(message, ("messages", index)).to_template(f"messages[{index}]"))
+        if index % MESSAGES_BATCH == MESSAGES_BATCH - 1:
+            await asyncio.sleep(0)
+    return read

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import orjson
 
-from treadle.engine.output import Completion, FinishReason, RequestOutput
+from treadle.engine.native_answer import meta_info, native_answer
+from treadle.engine.output import Completion, RequestOutput
 from treadle.http.sse import DONE
-from treadle.http.wire.openai_answers import ABORTED, failure_event
+from treadle.http.wire.openai_answers import failure_event
 
 
 class NativeAnswers:
@@ -33,7 +33,7 @@ class NativeAnswers:
         text, ids = orjson.dumps(delta.text)[1:-1], orjson.dumps(delta.token_ids)[1:-1]
         if not self._is_incremental:
             text, ids = self._append(choice, text, ids)
-        meta = orjson.dumps(self._meta(delta))
+        meta = orjson.dumps(meta_info(delta, self._elapsed_s(), self._weight_version))
         index = b',"index":%d' % choice if self._is_list else b""
         return b'data: {"text":"%b","output_ids":[%b],"meta_info":%b%b}\n\n' % (
             text, ids, meta, index,
@@ -50,36 +50,9 @@ class NativeAnswers:
         return DONE
 
     def answer(self, choices: Sequence[Completion]) -> bytes:
-        answers = [
-            {"text": choice.text, "output_ids": choice.token_ids, "meta_info": self._meta(choice)}
-            for choice in choices
-        ]
+        elapsed_s = self._elapsed_s()
+        answers = [native_answer(choice, elapsed_s, self._weight_version) for choice in choices]
         return orjson.dumps(answers if self._is_list else answers[0])
 
-    def _meta(self, output: RequestOutput | Completion) -> dict[str, Any]:
-        meta: dict[str, Any] = {
-            "id": output.request_id,
-            "finish_reason": None,
-            "prompt_tokens": output.prompt_tokens,
-            "weight_version": self._weight_version,
-            "num_retractions": 0,
-            "dp_rank": None,
-            "reasoning_tokens": 0,
-            "completion_tokens": output.completion_tokens,
-            "cached_tokens": output.cached_tokens,
-        }
-        if output.finish_reason is not None:
-            meta["finish_reason"] = _reason(output.finish_reason, output.completion_tokens)
-            meta["e2e_latency"] = time.perf_counter() - self._start
-        return meta
-
-
-def _reason(reason: FinishReason, completion_tokens: int) -> dict[str, Any]:
-    match reason.type:
-        case "stop":
-            return {"type": "stop", "matched": reason.matched}
-        case "length":
-            return {"type": "length", "length": completion_tokens}
-        case "abort":
-            return {"type": "abort", "message": reason.message or ABORTED, "status_code": None,
-                    "err_type": None}  # fmt: skip
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._start

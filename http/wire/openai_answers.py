@@ -13,12 +13,11 @@ from typing import Any
 
 import orjson
 
+from treadle.engine.native_answer import ABORTED
 from treadle.engine.output import Completion, FinishReason, RequestOutput
 from treadle.http.errors import error_object
 from treadle.http.sse import DONE
 from treadle.http.wire.usage import Usage
-
-ABORTED = "the request was aborted"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from treadle.engine.chat_template import ChatTemplate, select_template
+from treadle.engine.chat_template import PART_SEPARATOR, ChatTemplate, select_template
 from treadle.engine.errors import InvalidRequest, ModelError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -208,12 +209,23 @@ def test_refusal_of_the_template_is_a_bad_request(
 
 def test_content_goes_in_the_form_that_the_template_takes() -> None:
     two = [{"role": "user", "content": [{"type": "text", "text": t} for t in ("one", "two")]}]
-    assert "user\none two<|im_end|>" in make(CHATML).render(two, add_generation_prompt=False)
+    assert "user\none\ntwo<|im_end|>" in make(CHATML).render(two, add_generation_prompt=False)
     assert "USER: one two</s>" in make(PARTS).render(two, add_generation_prompt=False)
     assert make(EITHER).render(two, add_generation_prompt=False) == "user: onetwo;"
     assert make(EITHER).render([SYSTEM], add_generation_prompt=False) == "system: Answer.;"
     shown = make("{{ messages[0].content | tojson }}")
-    assert shown.render(two, add_generation_prompt=False) == '"one two"'
+    assert shown.render(two, add_generation_prompt=False) == '"one\\ntwo"'
+
+
+@pytest.mark.parametrize("name", ["chatml", "headers", "alternating"])
+def test_parts_equal_the_string_that_the_separator_makes_of_them(name: str) -> None:
+    texts = [random.choice(["", " a", "b\n", "é {{ c }}"]) for _ in range(random.randrange(1, 6))]
+    parts = [{"type": "text", "text": text} for text in texts]
+    found = [
+        make(TEMPLATES[name]).render([{**USER, "content": content}], add_generation_prompt=True)
+        for content in (parts, PART_SEPARATOR.join(texts))
+    ]
+    assert found[0] == found[1]
 
 
 def test_part_that_is_no_text_is_refused() -> None:
@@ -239,7 +251,8 @@ def test_tool_call_arguments_reach_the_template_as_an_object() -> None:
         '{"b": 1, "a": "é"}'
     )
     assert template.render(chat({"x": 2}), add_generation_prompt=False) == '{"x": 2}'
-    assert template.render(chat("{not json"), add_generation_prompt=False) == '"{not json"'
+    for broken in ("{not json", "[" * 100_000):
+        assert template.render(chat(broken), add_generation_prompt=False) == f'"{broken}"'
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])

@@ -1,10 +1,9 @@
-"""GGUF vocabularies: the metadata reader, both vocabulary kinds, every pre-tokenizer's cuts."""
+"""GGUF vocabularies: both kinds, every pre-tokenizer's cuts."""
 
 from __future__ import annotations
 
 import json
 import random
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from treadle.engine.errors import ModelError
-from treadle.engine.gguf_vocab import GgufVocab, load_gguf_vocab, read_eos_ids, read_metadata
-from treadle.engine.hf_tokenizer import load_tokenizer
+from treadle.engine.gguf_vocab import GgufVocab, gguf_eos_ids, read_gguf_vocab
+from treadle.graphs.weights.gguf_file import read_metadata
+from treadle.tools.tokenizer_source import load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 CORPUS = ["the quick brown fox isn't 12345 don't\n\n  return x  ", "Größe 你好 😀 été naïve"] * 9
@@ -89,6 +89,10 @@ def library_tokenizer(trained: dict[str, Any], pre: pre_tokenizers.PreTokenizer)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|begin|>", "<|end|>", "<|pad|>"])
     return backend
+
+
+def load_gguf_vocab(path: Path) -> GgufVocab:
+    return read_gguf_vocab(read_metadata(path), path.name)
 
 
 def ids_of(vocab: GgufVocab, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -223,7 +227,7 @@ def test_special_texts_ends_and_templates_are_reported(
     )
     vocab = load_gguf_vocab(path)
     ends = {1, count, count + 1, count + 3}
-    assert vocab.eos_token_ids == ends == read_eos_ids(path)
+    assert vocab.eos_token_ids == ends == gguf_eos_ids(read_metadata(path))
     assert vocab.bos_token_id == 0
     assert vocab.special_tokens == {
         "bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"
@@ -306,66 +310,6 @@ def test_sentencepiece_tokens_continue_a_text_with_their_space(make_gguf: MakeGg
     assert tokenizer.token_bytes(10**6) == tokenizer.token_bytes(-1) == b""
 
 
-def test_metadata_of_every_type_reads_as_the_gguf_package_wrote_it(tmp_path: Path) -> None:
-    path = tmp_path / "types.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_uint8("u8", 255)
-    writer.add_int8("i8", -8)
-    writer.add_uint16("u16", 65535)
-    writer.add_int16("i16", -1600)
-    writer.add_uint32("u32", 2**32 - 1)
-    writer.add_int32("i32", -(2**31))
-    writer.add_uint64("u64", 2**64 - 1)
-    writer.add_int64("i64", -(2**63))
-    writer.add_float32("f32", 0.5)
-    writer.add_float64("f64", 0.1)
-    writer.add_bool("yes", True)
-    writer.add_string("text", "né 😀")
-    writer.add_array("ints", [1, -2, 3])
-    writer.add_array("floats", [0.5, 2.0])
-    writer.add_array("texts", ["a", "", "bé"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    assert read_metadata(path) == {
-        "general.architecture": "llama", "u8": 255, "i8": -8, "u16": 65535, "i16": -1600,
-        "u32": 2**32 - 1, "i32": -(2**31), "u64": 2**64 - 1, "i64": -(2**63), "f32": 0.5,
-        "f64": 0.1, "yes": True, "text": "né 😀", "ints": [1, -2, 3], "floats": [0.5, 2.0],
-        "texts": ["a", "", "bé"],
-    }  # fmt: skip
-
-
-def test_file_cut_anywhere_is_a_model_error(
-    make_gguf: MakeGguf, tmp_path: Path, trained: dict[str, Any]
-) -> None:
-    whole = make_gguf(model="gpt2", pre="gpt-2", **trained).read_bytes()
-    length = len(whole.rstrip(b"\0"))
-    broken = tmp_path / "broken.gguf"
-    for size in [0, 3, 4, 20, *random.sample(range(24, length - 1), 40)]:
-        broken.write_bytes(whole[:size])
-        with pytest.raises(ModelError, match=r"broken\.gguf"):
-            load_gguf_vocab(broken)
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"PK\x03\x04" + bytes(60),
-        b"GGUF" + struct.pack("<IQQ", 9, 0, 0),
-        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
-        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63),
-        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 0, 2**62),
-        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 77),
-    ],
-    ids=["zip", "version", "keys", "string", "array", "type"],
-)
-def test_nonsense_is_a_model_error(tmp_path: Path, raw: bytes) -> None:
-    path = tmp_path / "nonsense.gguf"
-    path.write_bytes(raw)
-    with pytest.raises(ModelError, match=r"nonsense\.gguf is not a whole GGUF file"):
-        read_metadata(path)
-
-
 def test_vocabulary_that_cannot_be_used_says_why(
     make_gguf: MakeGguf, tmp_path: Path, trained: dict[str, Any]
 ) -> None:
@@ -375,9 +319,7 @@ def test_vocabulary_that_cannot_be_used_says_why(
         load_gguf_vocab(make_gguf())
     with pytest.raises(ModelError, match="do not agree"):
         load_gguf_vocab(make_gguf(model="gpt2", pre="gpt-2", tokens=["a"], merges=["a b"]))
-    with pytest.raises(ModelError, match="cannot read"):
-        load_gguf_vocab(tmp_path / "absent.gguf")
-    assert read_eos_ids(make_gguf()) == frozenset()
+    assert gguf_eos_ids(read_metadata(make_gguf())) == frozenset()
 
 
 @pytest.mark.model

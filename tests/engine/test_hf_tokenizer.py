@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from treadle.engine.detokenizer import IncrementalDetokenizer
 from treadle.engine.errors import InvalidRequest, ModelError
-from treadle.engine.hf_tokenizer import load_tokenizer
+from treadle.tools.tokenizer_source import load_tokenizer
 
 ALPHABET = "abc ABC\n\t123é你好😀.,<>|_'\u0301"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -308,7 +308,7 @@ def test_folder_without_tokenizer_json_goes_through_transformers(make_folder: Ma
 def test_loading_a_tokenizer_never_loads_torch(make_folder: MakeFolder) -> None:
     folder = make_folder(train(), **{"chat_template.jinja": "x"})
     code = (
-        "import sys, pathlib, treadle.engine.hf_tokenizer as h; "
+        "import sys, pathlib, treadle.tools.tokenizer_source as h; "
         f"h.load_tokenizer(pathlib.Path({str(folder)!r})).encode(['a b'], True); "
         "print({'torch', 'transformers'} & set(sys.modules))"
     )

@@ -5,13 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from fake_engine import EOS, VOCAB, capacity, expected_tokens, make_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.engine import Engine, InvalidRequest, RequestOutput, SamplingParams
+from treadle.engine import (
+    Engine,
+    InvalidRequest,
+    NotIdle,
+    RequestOptions,
+    RequestOutput,
+    SamplingParams,
+)
 from treadle.graphs.fake import FakeExecutor, default_token
 from treadle.graphs.step import KvGroup
 
@@ -200,32 +208,46 @@ async def test_stream_interval_joins_deltas_after_the_first(make_engine: MakeEng
     assert [t for d in deltas for t in d.token_ids] == expected_tokens([1, 2], 12)
 
 
+def without_end(prefix: int, length: int, vocab_size: int) -> int:
+    return default_token(prefix, length, EOS)
+
+
 class Story:
     """A random sequence of events against one engine, with what must come out of it."""
 
-    def __init__(self, seed: int, depth: int, groups: tuple[KvGroup, ...]) -> None:
+    def __init__(self, seed: int, depth: int, groups: tuple[KvGroup, ...], **flags: object) -> None:
         self.rng = random.Random(seed)
         delay = random.Random(seed + 1)
         executor = FakeExecutor(
             capacity(*groups, slots=6, max_model_len=80),
             depth=depth,
+            token_function=without_end,
             delay_turns=lambda: delay.randint(0, 3),
         )
         chunk = self.rng.choice([1, 3, 7, 64])
-        self.engine = Engine(make_parts(executor, chunked_prefill_size=chunk))
+        self.engine = Engine(make_parts(executor, chunked_prefill_size=chunk, **flags))
+        self.stems = [self.tokens_of(self.rng.randint(1, 60)) for _ in range(3)]
         self.prompts: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
         self.aborted: set[str] = set()
+        self.num_retractions = 0
+        self.num_cached_tokens = 0
+
+    def tokens_of(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
 
     async def run(self, events: int) -> None:
         for number in range(events):
             choice = self.rng.random()
             if choice < 0.5:
                 self.submit(f"r{number}")
-            elif choice < 0.7 and self.prompts:
+            elif choice < 0.65 and self.prompts:
                 self.aborted.add(rid := self.rng.choice(list(self.prompts)))
                 self.engine.abort(rid)
+            elif choice < 0.7:
+                with suppress(NotIdle):
+                    await self.engine.flush_cache(timeout=self.rng.choice([0, 0.01]))
             for _ in range(self.rng.randint(0, 6)):
                 await asyncio.sleep(0)
         await self.engine.shutdown(drain_s=30)
@@ -233,33 +255,73 @@ class Story:
         for rid, prompt in self.prompts.items():
             assert len(self.ends[rid]) == 1, f"{rid} ended {self.ends[rid]}"
             assert self.ends[rid] == ["length"] or rid in self.aborted, "a step failed"
-            assert self.tokens[rid] == expected_tokens(prompt, len(self.tokens[rid])), rid
+            expected = expected_tokens(prompt, len(self.tokens[rid]), without_end)
+            assert self.tokens[rid] == expected, rid
 
     def submit(self, rid: str) -> None:
-        self.prompts[rid] = [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 40))]
+        stem = self.rng.choice(self.stems)
+        prompt = stem[: self.rng.randint(0, len(stem))] + self.tokens_of(self.rng.randint(1, 8))
+        self.prompts[rid] = prompt
         tokens, ends = self.tokens.setdefault(rid, []), self.ends.setdefault(rid, [])
 
         def sink(delta: RequestOutput) -> None:
             assert not ends, "a delta after the last"
             tokens.extend(delta.token_ids)
             assert delta.completion_tokens == len(tokens)
+            assert 0 <= delta.cached_tokens < delta.prompt_tokens == len(prompt)
             if delta.finish_reason is not None:
                 ends.append(delta.finish_reason.type)
+                self.num_retractions += delta.num_retractions
+                self.num_cached_tokens += delta.cached_tokens
 
-        params = quiet(self.rng.randint(1, 50))
-        self.engine.submit(self.prompts[rid], params, sink, request_id=rid)
+        params = SamplingParams(self.rng.randint(1, 50), ignore_eos=self.rng.random() < 0.3)
+        options = RequestOptions(
+            priority=self.rng.choice([None, 0, 5, 40]), extra_key=self.rng.choice([None, None, "x"])
+        )
+        self.engine.submit(prompt, params, sink, request_id=rid, options=options)
 
 
-@settings(max_examples=60, deadline=None)
+TIGHT = KvGroup("full", 4, 24, 64)  # 96 tokens for requests of up to 80
+FINE = KvGroup("full", 1, 100, 64)
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([1, 2, 3]),
-    st.sampled_from([(FULL,), (FULL, WINDOWED)]),
+    st.sampled_from([(FULL,), (FULL, WINDOWED), (TIGHT,), (FINE,)]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "disable_radix_cache": st.booleans(),
+            "admission": st.sampled_from(["observed", "sglang"]),
+            "enable_priority_scheduling": st.booleans(),
+            "schedule_policy": st.sampled_from(
+                ["fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key"]
+            ),
+            "schedule_conservativeness": st.sampled_from([0.01, 1.0]),
+            "num_continuous_decode_steps": st.sampled_from([1, 3]),
+            "disable_overlap_schedule": st.booleans(),
+            "prefill_max_requests": st.sampled_from([None, 1]),
+        },
+    ),
 )
 def test_random_schedules_lose_no_token_and_no_page(
-    seed: int, depth: int, groups: tuple[KvGroup, ...]
+    seed: int, depth: int, groups: tuple[KvGroup, ...], flags: dict[str, object]
 ) -> None:
     async def tell() -> None:
-        await Story(seed, depth, groups).run(events=25)
+        await Story(seed, depth, groups, **flags).run(events=25)
 
     asyncio.run(tell())
+
+
+@pytest.mark.parametrize("admission", ["observed", "sglang"])
+def test_stories_do_retract_and_do_share(admission: str) -> None:
+    async def tell(seed: int) -> Story:
+        story = Story(seed, 2, (TIGHT,), admission=admission, schedule_conservativeness=0.01)
+        await story.run(events=40)
+        return story
+
+    stories = [asyncio.run(tell(seed)) for seed in range(12)]
+    assert sum(s.num_retractions for s in stories) > 10
+    assert sum(s.num_cached_tokens for s in stories) > 100

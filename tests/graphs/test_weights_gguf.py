@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from treadle.graphs.models.adapters.base import Placement
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.spec import DivisorScaling, LinearScaling, LongRopeScaling, YarnScaling
-from treadle.graphs.weights.gguf_file import read_gguf
+from treadle.graphs.weights.gguf_file import read_gguf, read_metadata
 from treadle.graphs.weights.gguf_source import GgufSource
 from treadle.graphs.weights.load import CheckpointError, read_spec
 from treadle.tools.tiny_model import make_folder, make_gguf
@@ -290,6 +291,69 @@ def test_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
             read_gguf(path)
 
 
+def test_metadata_of_every_type_reads_as_the_gguf_package_wrote_it(tmp_path: Path) -> None:
+    path = tmp_path / "types.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_uint8("u8", 255)
+    writer.add_int8("i8", -8)
+    writer.add_uint16("u16", 65535)
+    writer.add_int16("i16", -1600)
+    writer.add_uint32("u32", 2**32 - 1)
+    writer.add_int32("i32", -(2**31))
+    writer.add_uint64("u64", 2**64 - 1)
+    writer.add_int64("i64", -(2**63))
+    writer.add_float32("f32", 0.5)
+    writer.add_float64("f64", 0.1)
+    writer.add_bool("yes", True)
+    writer.add_string("text", "né 😀")
+    writer.add_array("ints", [1, -2, 3])
+    writer.add_array("floats", [0.5, 2.0])
+    writer.add_array("texts", ["a", "", "bé"])
+    writer.add_uint32("last", 5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    expected = {
+        "general.architecture": "llama", "u8": 255, "i8": -8, "u16": 65535, "i16": -1600,
+        "u32": 2**32 - 1, "i32": -(2**31), "u64": 2**64 - 1, "i64": -(2**63), "f32": 0.5,
+        "f64": 0.1, "yes": True, "text": "né 😀", "ints": [1, -2, 3], "floats": [0.5, 2.0],
+        "texts": ["a", "", "bé"], "last": 5,
+    }  # fmt: skip
+    assert read_metadata(path) == expected
+    del expected["texts"]
+    assert read_gguf(path).metadata == expected
+
+
+def test_vocabulary_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cut.gguf"
+    texts = ["x" * random.randrange(9) for _ in range(200)]
+    content = write(path, {}, texts=texts, numbers=[1.5] * 100).read_bytes().rstrip(b"\0")
+    for size in [0, 3, 4, 20, *random.sample(range(24, len(content) - 1), 40)]:
+        path.write_bytes(content[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            read_metadata(path)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 2**60),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**63),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 0, 2**62),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 2**62),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<I", 77),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 9, 1),
+    ],
+    ids=["keys", "string", "array", "texts", "type", "nested"],
+)
+def test_nonsense_is_refused(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "nonsense.gguf"
+    path.write_bytes(raw)
+    for read_header in (read_metadata, read_gguf):
+        with pytest.raises(CheckpointError, match=r"nonsense\.gguf"):
+            read_header(path)
+
+
 def test_corrupt_header_raises_nothing_else(tmp_path: Path) -> None:
     path = make_gguf(make_folder(tmp_path), tmp_path / "tiny.gguf", "Q8_0")
     content = path.read_bytes()
@@ -299,10 +363,11 @@ def test_corrupt_header_raises_nothing_else(tmp_path: Path) -> None:
         for _ in range(3):
             broken[random.randrange(12_000)] = random.randrange(256)
         path.write_bytes(broken)
-        try:
-            read_gguf(path)
-        except CheckpointError:
-            refused += 1
+        for read_header in (read_gguf, read_metadata):
+            try:
+                read_header(path)
+            except CheckpointError:
+                refused += 1
     assert refused
 
 

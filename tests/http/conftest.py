@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from fake_served import FakeEngine
 
-from treadle.http.fake import FakeEngine
 from treadle.http.server import HttpServer, ServerSettings
 from treadle.http.state import ApiSettings, ServerState
 

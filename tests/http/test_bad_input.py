@@ -8,8 +8,8 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_served import MAX_LEN, MODEL, VOCAB
 
-from treadle.http.fake import MAX_LEN, MODEL, VOCAB
 from treadle.http.state import ApiSettings
 
 if TYPE_CHECKING:

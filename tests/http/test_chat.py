@@ -6,9 +6,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_served import BOS, EOS, MODEL, reply, reply_text
 
 from treadle.engine.output import FinishReason
-from treadle.http.fake import BOS, EOS, MODEL, reply, reply_text
 from treadle.http.state import ApiSettings
 
 if TYPE_CHECKING:
@@ -132,13 +132,15 @@ async def test_cached_tokens_show_when_reported(serve: Serve) -> None:
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-async def test_text_parts_are_joined_by_newlines(served: Served) -> None:
-    a, b = word(), word()
-    parts = [{"type": "text", "text": a}, {"type": "text", "text": b}]
-    await served.post(PATH, {"messages": user(parts)})
-    await served.post(PATH, {"messages": user(f"{a}\n{b}")})
+async def test_text_parts_equal_the_string_they_make(served: Served) -> None:
+    texts = [random.choice((word(), "", "\n")) for _ in range(random.randrange(1, 5))]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text} for text in texts]
+    parts.insert(random.randrange(len(parts) + 1), {"type": "thinking", "thinking": "hm"})
+    for content in (parts, "\n".join(texts)):
+        status, _ = await served.post(PATH, {"messages": user(content)})
+        assert status == 200
     first, second = served.engine.submitted
-    assert first.ids == second.ids
+    assert first.ids == second.ids == prompt_ids(f"user:{chr(10).join(texts)}|assistant:")
 
 
 async def test_developer_reaches_the_template_as_system(served: Served) -> None:
@@ -168,11 +170,8 @@ async def test_final_message_is_continued(served: Served) -> None:
 
 
 async def test_template_kwargs_reach_the_template(served: Served) -> None:
-    kwargs = {"enable_thinking": False}
-    await served.post(PATH, {"messages": user("u"), "chat_template_kwargs": kwargs})
-    assert bytes(served.engine.submitted[0].ids[1:]).endswith(
-        b'{"enable_thinking": false}|assistant:'
-    )
+    await served.post(PATH, {"messages": user("u"), "chat_template_kwargs": {"mood": "calm"}})
+    assert served.engine.submitted[0].ids == prompt_ids("user:u|calm|assistant:")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_served import BOS, EOS, reply, reply_text
 
 from treadle.engine.output import FinishReason
-from treadle.http.fake import BOS, EOS, reply, reply_text
 from treadle.http.state import ApiSettings
 
 if TYPE_CHECKING:

@@ -6,8 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from treadle.http.fake import BOS, EOS, MODEL, reply, reply_text
+from fake_served import BOS, EOS, MODEL, reply, reply_text
 
 if TYPE_CHECKING:
     from tests.http.conftest import Served

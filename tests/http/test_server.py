@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
+import fake_served
 import pytest
 
 from treadle.engine.errors import ConfigError
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 PROGRAM = """
 import asyncio, sys
-from treadle.http.fake import FakeEngine
+from fake_served import FakeEngine
 from treadle.http.server import ServerSettings, run, serve
 from treadle.http.state import ServerState
 
@@ -71,9 +73,11 @@ class Program:
 
 
 async def launch(session: aiohttp.ClientSession, timeout: float, mode: str) -> Program:
+    paths = (str(Path(fake_served.__file__).parent), os.environ.get("PYTHONPATH"))
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROGRAM, str(timeout), mode,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=os.environ,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )  # fmt: skip
     program = Program(process, session)
     if mode in ("open", "closed"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from fake_served import MAX_LEN, MODEL
 
-from treadle.http.fake import MAX_LEN, MODEL
 from treadle.http.state import ServerState
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from fake_served import BOS, FakeEngine, reply_text
 
 from treadle.engine.output import RequestOutput
-from treadle.http.fake import BOS, FakeEngine, reply_text
 from treadle.http.sse import MAX_BUFFERED_BYTES
 from treadle.http.wire import native_answers, openai_answers
 

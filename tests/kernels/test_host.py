@@ -8,12 +8,14 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from treadle.kernels import host, paged_attention
+from treadle.kernels import activation, host, linear, paged_attention, reference, rmsnorm
 from treadle.kernels.paged_attention import AttentionMeta
 
 BUILDS = dict(host._BUILDS)
@@ -23,19 +25,58 @@ def library_path(build: str) -> Path:
     return Path(host.__file__).with_name(build + sysconfig.get_config_var("EXT_SUFFIX"))
 
 
-@pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_build_agrees_with_torch(
-    monkeypatch: pytest.MonkeyPatch, build: str, dtype: torch.dtype
-) -> None:
+@pytest.fixture(params=BUILDS)
+def use_build(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[ModuleType, str], None]:
+    """Makes a module's kernel call one of the builds."""
+    build: str = request.param
     if not library_path(build).exists() or not BUILDS[build] <= host._cpu_flags():
         pytest.skip(f"{build} is not built, or not for this CPU")
-    monkeypatch.setattr(host, "LIBRARY", ctypes.CDLL(str(library_path(build))))
-    compiled = paged_attention._paged_attention
-    assert compiled is not None
-    arguments = [host.INT, *[host.POINTER] * 7, *[host.SIZE] * 8, host.FLOAT]
-    function = host.function("treadle_paged_attention", arguments)
-    monkeypatch.setattr(paged_attention, "_paged_attention", function)
+    library = ctypes.CDLL(str(library_path(build)))
+
+    def use(module: ModuleType, name: str) -> None:
+        function = library[f"treadle_{name}"]
+        function.argtypes = getattr(module, f"_{name}").argtypes
+        function.restype = None
+        monkeypatch.setattr(module, f"_{name}", function)
+
+    return use
+
+
+DTYPES = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-7)]
+)
+
+
+@DTYPES
+def test_every_build_multiplies(
+    use_build: Callable[[ModuleType, str], None], dtype: torch.dtype, tolerance: float
+) -> None:
+    use_build(linear, "linear")
+    x, weight, bias = (torch.randn(n).to(dtype) for n in [(23, 96), (48, 96), (48,)])
+    want = reference.linear(x, weight, bias).to(dtype)
+    torch.testing.assert_close(linear.linear(x, weight, bias), want, rtol=tolerance, atol=1e-5)
+
+
+@DTYPES
+def test_every_build_works_row_by_row(
+    use_build: Callable[[ModuleType, str], None], dtype: torch.dtype, tolerance: float
+) -> None:
+    use_build(rmsnorm, "rms_norm")
+    use_build(activation, "silu_and_mul")
+    x, weight = torch.randn(5, 2 * 77).to(dtype), torch.randn(2 * 77).to(dtype)
+    want = rmsnorm.rms_norm_torch(x, weight, 1e-5)
+    torch.testing.assert_close(rmsnorm.rms_norm(x, weight, 1e-5), want, rtol=tolerance, atol=1e-5)
+    want = activation.silu_and_mul_torch(x)
+    torch.testing.assert_close(activation.silu_and_mul(x), want, rtol=tolerance, atol=1e-5)
+
+
+@DTYPES
+def test_every_build_attends(
+    use_build: Callable[[ModuleType, str], None], dtype: torch.dtype, tolerance: float
+) -> None:
+    use_build(paged_attention, "paged_attention")
     q = torch.randn(22, 6, 80).to(dtype)
     k_cache, v_cache = torch.randn(2, 512, 2, 80).to(dtype)
     meta = AttentionMeta(
@@ -49,7 +90,6 @@ def test_every_build_agrees_with_torch(
     for window in (None, 9):
         out = paged_attention.paged_attention(q, k_cache, v_cache, meta, 0.1, window)
         want = paged_attention.paged_attention_torch(q, k_cache, v_cache, meta, 0.1, window)
-        tolerance = 1e-5 if dtype is torch.float32 else 2**-7
         torch.testing.assert_close(out, want, rtol=tolerance, atol=tolerance)
 
 
@@ -59,10 +99,10 @@ def test_load_skips_builds_for_other_cpus(
     loaded: list[str] = []
     monkeypatch.setattr(Path, "exists", lambda path: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: loaded.append(Path(path).name))
-    for flags in (host._V4, host._V3, host._V4 - {"fma"}):
+    for flags in (host._V4 | {"avx512_bf16"}, host._V4, host._V3, host._V4 - {"fma"}):
         monkeypatch.setattr(host, "_cpu_flags", lambda flags=flags: flags)
         host._load()
-    assert [name.split(".")[0] for name in loaded] == ["_host_v4", "_host_v3", "_host"]
+    assert [name.split(".")[0] for name in loaded] == list(BUILDS)
 
 
 def test_load_without_a_library_says_so_once(

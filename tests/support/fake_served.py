@@ -1,17 +1,14 @@
-"""An engine without a model: words chosen by the prompt, one a turn of the loop.
-
-For tests and measurements of the server alone. Knows no wire format.
-"""
+"""A served engine without a model, for tests of the server: words chosen by the prompt."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from treadle.engine.chat_template import ChatTemplate
 from treadle.engine.errors import EngineClosed, InvalidRequest
 from treadle.engine.info import EngineInfo, EngineLoad
 from treadle.engine.output import FinishReason, RequestOutput, Sink
@@ -23,6 +20,17 @@ BOS, EOS = 256, 257
 VOCAB = 258
 MAX_LEN = 4096
 WORDS = ["Hello", " wörld", " 🦙", "\n", ' "quoted"', " a\\b", " 日本語", " \u2028", " end", "é"]
+TEMPLATE = ChatTemplate(
+    """<s>
+{%- for m in messages %}
+    {%- if m.content == 'refuse me' %}{{ raise_exception('roles must alternate') }}{% endif %}
+    {{- m.role + ':' + m.content + ('' if loop.last else '|') }}
+{%- endfor %}
+{%- if mood is defined %}{{- '|' + mood }}{% endif %}
+{%- if add_generation_prompt %}{{- '|assistant:' }}{% endif %}""",
+    {},
+    "the fake",
+)
 
 
 class ByteTokenizer:
@@ -53,13 +61,13 @@ class ByteTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        if messages[0]["content"] == "refuse me":
-            raise InvalidRequest("the chat template refuses: roles must alternate", "messages")
-        turns = [f"{m['role']}:{m['content']}" for m in messages]
-        text = "<s>" + "|".join(turns)
-        if template_kwargs:
-            text += json.dumps(dict(template_kwargs))
-        return text if continue_final_message else text + "|assistant:"
+        return TEMPLATE.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
+        )
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""

@@ -1,0 +1,87 @@
+"""What to change when settings don't fit into memory: values that were tried and work.
+
+Knows which flags take memory and in which order giving them up costs least; never a formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations, product
+from typing import Any
+
+from treadle.engine.config import EngineConfig, flag
+
+Change = Mapping[str, Any]  # by flat name; None: leave the flag out
+Attempt = Callable[[Change], EngineConfig | None]
+"""Resolves with a change; None when that doesn't fit either."""
+
+WANTED = 2
+_FRACTIONS = tuple(percent / 100 for percent in range(95, 0, -1))
+_STEPS = tuple(2**exponent for exponent in range(16, -1, -1))
+_LEAST = {"chunked_prefill_size": 16, "max_total_tokens": 64, "context_length": 64}
+_ORDER = (  # cheapest first
+    "mem_fraction_static",
+    "chunked_prefill_size",
+    "max_total_tokens",
+    "max_running_requests",
+    "page_size",
+    "context_length",
+)
+
+
+def alternatives(config: EngineConfig, attempt: Attempt) -> tuple[Change, ...]:
+    """The two cheapest changes of one flag that are enough; else one of two flags, if any is."""
+    given = config.values()
+    found = [change for name in _ORDER if (change := _first(_ladder(name, given), attempt))]
+    if found:
+        return tuple(found[:WANTED])
+    for names in combinations(_ORDER, 2):
+        both = product(*(_ladder(name, given) for name in names))
+        change = _first(({**a, **b} for a, b in both if not a.keys() & b.keys()), attempt)
+        if change:
+            return (change,)
+    return ()
+
+
+def sentence(changes: tuple[Change, ...]) -> str:
+    """The changes as advice to the user."""
+    if not changes:
+        return "no setting helps: free memory or serve a smaller model"
+    return "set " + ", or ".join(map(_words, changes))
+
+
+def _words(change: Change) -> str:
+    given = [f"{flag(name)} {value}" for name, value in change.items() if value is not None]
+    dropped = [flag(name) for name, value in change.items() if value is None]
+    return " and ".join(given) + "".join(f" without {name}" for name in dropped)
+
+
+def _ladder(name: str, given: Mapping[str, Any]) -> Iterator[Change]:
+    """Changes of one flag from the mildest to the last resort."""
+    if name == "mem_fraction_static":
+        if given[name] is not None:
+            yield {name: None}
+        yield from ({name: fraction} for fraction in _FRACTIONS)
+    elif name == "max_total_tokens":
+        without = {} if given["mem_fraction_static"] is None else {"mem_fraction_static": None}
+        yield from ({name: tokens, **without} for tokens in _STEPS if tokens >= _LEAST[name])
+    else:
+        now = given[name] or (1 if name == "page_size" else _STEPS[0] + 1)
+        least = _LEAST.get(name, 1)
+        yield from ({name: v} for v in _STEPS if v >= least and (v < now or now == -1))
+
+
+def _first(ladder: Iterator[Change], attempt: Attempt) -> Change | None:
+    for change in ladder:
+        resolved = attempt(change)
+        if resolved is None:
+            continue
+        now = resolved.values()
+        if change.get("max_total_tokens", 0) > now["max_total_tokens"]:
+            continue  # it would be lowered
+        chosen = {
+            name: now[name] if change == {name: None} else value for name, value in change.items()
+        }
+        if attempt(chosen):
+            return chosen
+    return None

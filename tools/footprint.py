@@ -1,0 +1,61 @@
+"""What a model takes on a device: weights, KV, and the activations of a step.
+
+Knows a model's description; reads no checkpoint and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from treadle.engine.memory import ModelFacts
+from treadle.graphs.kv_memory import KvShape
+from treadle.graphs.models.parameters import parameter_shapes
+from treadle.graphs.models.spec import DecoderSpec
+from treadle.tools.machine import Room
+
+FP32_BYTES = 4
+LOGIT_COPIES = 4  # fp32 rows that sampling holds at once: logits, scaled, probabilities, their sums
+
+
+def model_facts(
+    spec: DecoderSpec, dtype: torch.dtype, room: Room, *, weights_loaded: bool, is_host: bool
+) -> ModelFacts:
+    """weights_loaded: whether `room` was measured beside the weights."""
+    weights = weight_bytes(spec, dtype)
+    return ModelFacts(
+        max_position=spec.max_position,
+        bytes_per_token=kv_shape(spec, dtype).bytes_per_token,
+        weight_bytes=weights,
+        free_bytes=room.free if weights_loaded else max(0, room.free - weights),
+        capacity_bytes=room.capacity,
+        step_bytes_per_token=step_bytes_per_token(spec, dtype),
+        step_bytes_per_row=step_bytes_per_row(spec, dtype),
+        is_host=is_host,
+    )
+
+
+def weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """All parameters as they lie in memory, whatever the checkpoint's format."""
+    return sum(math.prod(shape) for shape in parameter_shapes(spec).values()) * dtype.itemsize
+
+
+def kv_shape(spec: DecoderSpec, dtype: torch.dtype) -> KvShape:
+    return KvShape(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+
+
+def step_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Activations alive at once in the widest part of a layer, for one token.
+
+    Residual, hidden state and its norm live beside either block: queries, keys and values before
+    and after the rotation and what attention makes of them, or gate, up and their product.
+    """
+    attention = 2 * (spec.q_size + 2 * spec.kv_size) + spec.q_size
+    feed_forward = 3 * spec.intermediate_size
+    return (3 * spec.hidden_size + max(attention, feed_forward)) * dtype.itemsize
+
+
+def step_bytes_per_row(spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """The head's output and what sampling makes of it, for one row."""
+    return spec.vocab_size * (dtype.itemsize + LOGIT_COPIES * FP32_BYTES)
