@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from treadle.engine.estimator import OutputEstimator
+from treadle.engine.estimator import Newcomer, OutputEstimator
 from treadle.engine.kv_pages import KvPages
 from treadle.engine.request import Request
 
@@ -21,8 +21,6 @@ class Limits:
     chunk_tokens: int | None  # prompt tokens of a step; None: whole prompts
     max_prefill_tokens: int  # without chunks: prompt tokens of a step, but for its first request
     prefill_max_requests: int | None
-    clip_tokens: int  # at most so much of max_new_tokens is reserved
-    expects_whole_output: bool  # a new request reserves all of it (SGLang), or what is expected
 
 
 class Admission:
@@ -61,12 +59,10 @@ class Budget:
         self._limits = limits
         self._pages = pages
         self._estimator = estimator
-        self._num_running = len(running)
-        self._num_admitted = 0
+        self._running = list(running)
+        self._newcomers: list[Newcomer] = []
         self._near = reserved
         prefilling = [r for r in running if r.is_prefilling]
-        self._far = reserved + int(estimator.remaining(running))
-        self._far += sum(r.num_prefill - r.num_scheduled for r in prefilling)
         self._prefill_tokens = limits.max_prefill_tokens
         chunk = limits.chunk_tokens
         self._chunk = None if chunk is None else max(chunk - num_decoding, 1)
@@ -80,18 +76,20 @@ class Budget:
         """Whether this step takes no further prompt tokens or requests, whoever asks."""
         most = self._limits.prefill_max_requests
         left = self._prefill_tokens if self._chunk is None else self._chunk
-        return left <= 0 or (most is not None and self._num_admitted >= most)
+        return left <= 0 or (most is not None and len(self._newcomers) >= most)
 
     @property
     def is_full(self) -> bool:
         """Whether as many requests run as may."""
-        return self._num_running + self._num_admitted >= self._limits.max_running_requests
+        return len(self._running) + len(self._newcomers) >= self._limits.max_running_requests
 
     def missing_tokens(self, request: Request, num_cached: int) -> int:
         """How many tokens too few there are for the request; at most 0 when it fits."""
-        near, far = self._shares(request, num_cached)
-        needed = max(self._near + near, self._far + far)
-        return needed - self._pages.available_tokens + 1
+        page = self._pages.page_size
+        near = self._near + self._whole(self._first_chunk(len(request.token_ids) - num_cached))
+        newcomers = [*self._newcomers, (request, num_cached)]
+        far = self._estimator.need(self._running, newcomers) + page * len(newcomers)
+        return max(near + page, far) - self._pages.available_tokens + 1
 
     def admit(self, request: Request) -> bool:
         """Locks the request's prefix and takes its share of the budget, or changes nothing.
@@ -99,11 +97,11 @@ class Budget:
         Where nothing runs a request is taken in any case: alone it fits, or it would not have been
         let in.
         """
-        is_alone = self._num_running + self._num_admitted == 0
+        is_alone = not self._running and not self._newcomers
         num_cached = self._pages.peek(request)
         if not is_alone and self.missing_tokens(request, num_cached) > 0:
             return False
-        if self._chunk is None and self._num_admitted:
+        if self._chunk is None and self._newcomers:
             if self._whole(len(request.token_ids) - num_cached) >= self._prefill_tokens:
                 return False
         self._pages.admit(request)
@@ -111,21 +109,11 @@ class Budget:
         if not is_alone and self.missing_tokens(request, request.num_cached) > 0:
             self._pages.withdraw(request)
             return False
-        near, far = self._shares(request, request.num_cached)
-        self._near += near
-        self._far += far
-        self._spend(self._first_chunk(len(request.token_ids) - request.num_cached))
-        self._num_admitted += 1
+        tokens = self._first_chunk(len(request.token_ids) - request.num_cached)
+        self._near += self._whole(tokens) + self._pages.page_size
+        self._spend(tokens)
+        self._newcomers.append((request, request.num_cached))
         return True
-
-    def _shares(self, request: Request, num_cached: int) -> tuple[int, int]:
-        """Tokens the request takes in this pass, and in all that is expected of it."""
-        extend = len(request.token_ids) - num_cached
-        left = min(request.num_left, self._limits.clip_tokens)
-        if not self._limits.expects_whole_output:
-            left = min(left, int(self._estimator.remaining((request,))))
-        page = self._pages.page_size
-        return self._whole(self._first_chunk(extend)) + page, self._whole(extend) + left + page
 
     def _spend(self, tokens: int) -> None:
         self._prefill_tokens -= self._whole(tokens)

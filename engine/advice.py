@@ -16,9 +16,13 @@ Attempt = Callable[[Change], EngineConfig | None]
 """Resolves with a change; None when that doesn't fit either."""
 
 WANTED = 2
-_FRACTIONS = tuple(percent / 100 for percent in range(95, 0, -1))
+_FRACTIONS = tuple(percent / 100 for percent in range(99, 0, -1))
 _STEPS = tuple(2**exponent for exponent in range(16, -1, -1))
 _LEAST = {"chunked_prefill_size": 16, "max_total_tokens": 64, "context_length": 64}
+_SMALLEST: Change = {
+    "mem_fraction_static": None, "chunked_prefill_size": 1, "max_total_tokens": 64,
+    "max_running_requests": 1, "page_size": 1, "context_length": 64,
+}  # fmt: skip
 _ORDER = (  # cheapest first
     "mem_fraction_static",
     "chunked_prefill_size",
@@ -35,6 +39,8 @@ def alternatives(config: EngineConfig, attempt: Attempt) -> tuple[Change, ...]:
     found = [change for name in _ORDER if (change := _first(_ladder(name, given), attempt))]
     if found:
         return tuple(found[:WANTED])
+    if not any(attempt({**_SMALLEST, **fraction}) for fraction in _ladder(_ORDER[0], _SMALLEST)):
+        return ()
     for names in combinations(_ORDER, 2):
         both = product(*(_ladder(name, given) for name in names))
         change = _first(({**a, **b} for a, b in both if not a.keys() & b.keys()), attempt)

@@ -37,8 +37,6 @@ def build_scheduler(parts: Parts) -> Scheduler:
         chunk_tokens=chunk if chunk > 0 else None,
         max_prefill_tokens=schedule.max_prefill_tokens,
         prefill_max_requests=schedule.prefill_max_requests,
-        clip_tokens=schedule.clip_max_new_tokens_estimation,
-        expects_whole_output=not is_observed,
     )
     retraction = RetractionRules(
         order="observed" if is_observed else "sglang",

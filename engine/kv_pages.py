@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from treadle.engine.page_pool import OutOfPages, PagePool
+from treadle.engine.page_pool import PagePool
 from treadle.engine.radix_cache import RadixCache
 from treadle.engine.request import Request
 from treadle.graphs.step import KvGroup, PageTableUpdate
@@ -117,11 +117,10 @@ class KvPages:
         """
         for name, pool in self.pools.items():
             held = request.pages[name]
-            count = pool.pages_for(length) - len(held)
-            if count > 0:
-                pages = self._allocate(pool, count)
+            if len(held) * pool.group.page_size < length:
+                pages = self._allocate(pool, pool.pages_for(length) - len(held))
                 self._updates[name].put(request.slot, len(held), pages)
-                held.extend(pages)
+                held += pages
 
     def commit(self, request: Request) -> None:
         """Moves whole computed pages to the tree; where it has them already, ours are freed."""
@@ -228,8 +227,6 @@ class KvPages:
         short = count - pool.num_free
         if short > 0 and self.cache is not None:
             pool.release(self.cache.evict(short).tolist(), self.last_step)
-        if count > pool.num_free:
-            raise OutOfPages(f"{count} pages asked for, {pool.num_free} free")
         return pool.allocate(count)
 
 
@@ -246,6 +243,11 @@ class _Updates:
         return not self._pages
 
     def put(self, slot: int, first: int, pages: Sequence[int]) -> None:
+        if len(pages) == 1:  # a decode row, many times a step
+            self._slots.append(slot)
+            self._indices.append(first)
+            self._pages.append(pages[0])
+            return
         self._slots += [slot] * len(pages)
         self._indices += range(first, first + len(pages))
         self._pages += pages

@@ -24,7 +24,7 @@ class FinishReason:
     status_code: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made per token, and that would triple its cost
 class RequestOutput:
     """One delta of one choice. Counts are cumulative; the last delta carries finish_reason."""
 

@@ -56,7 +56,8 @@ class PagePool:
         """
         if count > len(self._free):
             raise OutOfPages(f"{count} pages asked for, {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
         for page in taken:
             self._references[page] = 1
         return taken

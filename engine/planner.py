@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +16,7 @@ from treadle.engine.request import Request, Status
 from treadle.graphs.step import Int32s, Mode, SamplingBatch, SlotInit, Step, StepPlan
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One request's part in a launched step."""
 
     request: Request

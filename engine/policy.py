@@ -107,7 +107,7 @@ class QueuePolicy:
                 ordered = self._by_prefix(arrived, _longest_first)
             case "dfs-weight":
                 ordered = self._by_prefix(arrived, self._heaviest_first)
-        if self._uses_priority:
+        if self._uses_priority and self.name not in ("fcfs", "priority"):
             ordered.sort(key=self.importance, reverse=True)
         return ordered
 

@@ -166,7 +166,7 @@ class _Solver:
     def _pool_tokens(self, fraction: float, page: int, context: int) -> int:
         """Whole pages. Raises: _DoesNotFit."""
         facts, memory = self._facts, self._config.memory
-        limits = {f"what fits into {fraction:.3f} of the memory": pool_pages(facts, fraction, page)}
+        limits: dict[str, int] = {}
         given = memory.max_total_tokens
         if given is not None:
             wanted = -(-given // page)
@@ -175,6 +175,7 @@ class _Solver:
             half = facts.free_bytes // 2 // facts.bytes_per_token
             limits["half of the free memory"] = half // page
             limits[f"{DEFAULT_CONTEXTS} full contexts"] = -(-DEFAULT_CONTEXTS * context // page)
+        limits[f"what fits into {fraction:.3f} of the memory"] = pool_pages(facts, fraction, page)
         why = min(limits, key=limits.__getitem__)
         tokens = limits[why] * page
         if tokens < MIN_POOL_TOKENS:
@@ -221,11 +222,11 @@ class _Solver:
     def _check(self, equation: Equation, running: int) -> None:
         """Raises: _DoesNotFit."""
         if equation.reserve < 0:
-            terms = equation.terms()
+            needed = equation.activations + equation.graphs
             raise _DoesNotFit(
-                f"activations of a step with {equation.step_tokens} prompt tokens and {running} "
-                f"requests take {terms['activations']:.2f} GB, but the reserve would be "
-                f"{terms['reserve']:.2f} GB: {equation}"
+                f"a step of {equation.step_tokens} prompt tokens and {running} requests needs "
+                f"{needed / GB:.2f} GB beside weights and KV pool, which leave "
+                f"{(needed + equation.reserve) / GB:.2f} GB: {equation}"
             )
 
     def _policy(self) -> dict[str, str]:

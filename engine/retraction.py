@@ -102,6 +102,9 @@ class Pressure:
 
         Returns the tokens that the rows are about to take.
         """
+        most = self._pages.page_size * len(decoding) * len(self._pages.pools)
+        if most <= self._pages.available_tokens:
+            return most  # a row takes one page of each group at most
         need = self._need(decoding)
         if need <= self._pages.available_tokens:
             return need

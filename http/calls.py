@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from treadle.engine.errors import InvalidRequest
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import Completion, RequestOutput
 from treadle.engine.sampling_params import SamplingParams
 from treadle.http.served import ServedEngine
@@ -20,6 +21,7 @@ from treadle.http.wire.usage import Usage
 MAX_CHOICES = 2**16  # of one call
 SUBMIT_BATCH = 64  # prompts queued before other work gets a turn
 FOLDED_INTERVAL = 256  # tokens per delta where nobody watches
+ROUTING_KEY_HEADER = "x-smg-routing-key"  # as a gateway sends it; a body's own key goes first
 
 OnDelta = Callable[[int, RequestOutput], None]
 Encode = Callable[[], Awaitable[Sequence[Sequence[int]]]]  # the token ids of each prompt
@@ -31,6 +33,7 @@ class Job:
 
     encode: Encode
     params: Sequence[SamplingParams]  # one per prompt
+    options: Sequence[RequestOptions]  # one per prompt
     request_ids: Sequence[str]  # one per prompt
     call_id: str
     names: Callable[[str], str]  # a field of SamplingParams, `prompt` or `rid` as the client says
@@ -104,49 +107,58 @@ class Call:
     async def start(self, *, is_watched: bool) -> None:
         """Encodes and queues every prompt. is_watched: somebody sees each delta as it comes.
 
-        Raises: InvalidRequest, EngineClosed; what was queued before must be abandoned.
+        Raises: InvalidRequest, QueueFull, EngineClosed; what was queued before must be abandoned.
         """
         first = 0
         for index, ids in enumerate(await self._job.encode()):
-            params = self._job.params[index]
+            params, options = self._job.params[index], self._job.options[index]
             if not is_watched and params.stream_interval is None:
                 params = replace(params, stream_interval=FOLDED_INTERVAL)
-            self._submit_one(ids, params, self._job.request_ids[index], first)
+            self._submit_one(ids, params, options, self._job.request_ids[index], first)
             first += params.n
             if index % SUBMIT_BATCH == SUBMIT_BATCH - 1:
                 await asyncio.sleep(0)
 
     def _submit_one(
-        self, ids: Sequence[int], params: SamplingParams, request_id: str, first: int
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        request_id: str,
+        first: int,
     ) -> None:
         on_delta, usage, done = self._on_delta, self.usage, self._done
+        num_cached = 0
 
         def sink(delta: RequestOutput) -> None:
+            nonlocal num_cached
             if done.done():
                 return
             usage.completion_tokens += len(delta.token_ids)
+            if delta.index == 0:  # the other choices find the prompt that this one left behind
+                usage.cached_tokens += delta.cached_tokens - num_cached
+                num_cached = delta.cached_tokens
             try:
                 on_delta(first + delta.index, delta)
             except Exception as error:
                 done.set_exception(error)
                 raise
             if delta.finish_reason is not None:
-                self._finish(request_id, delta)
+                self._finish(request_id)
 
         names = self._job.names
         if request_id in self._unfinished:
             raise InvalidRequest(f"rid {request_id!r} stands twice in one call", names("rid"))
-        self._engine.submit(ids, params, sink, request_id=request_id, names=names)
+        self._engine.submit(ids, params, sink, request_id=request_id, options=options, names=names)
         self._unfinished[request_id] = params.n
         usage.prompt_tokens += len(ids)
         if self._is_abort_wanted:
             self._engine.abort(request_id)
 
-    def _finish(self, request_id: str, delta: RequestOutput) -> None:
+    def _finish(self, request_id: str) -> None:
         self._unfinished[request_id] -= 1
         if not self._unfinished[request_id]:
             del self._unfinished[request_id]
-            self.usage.cached_tokens += delta.cached_tokens
         self._left -= 1
         if not self._left:
             self._done.set_result(None)

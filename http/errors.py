@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 from aiohttp import web
 
-from treadle.engine.errors import EngineClosed, InvalidRequest
+from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFull
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,10 @@ def describe(error: Exception) -> tuple[int, str, str | None, str | None]:
             return 404, error.message, error.param, error.code
         case EngineClosed():
             return 503, str(error), None, None
+        case QueueFull():
+            return 503, str(error), None, "queue_full"
+        case NotIdle():
+            return 400, str(error), None, "not_idle"
         case Failed():
             return error.status, str(error), None, None
         case web.RequestPayloadError():

@@ -35,7 +35,7 @@ MakeAnswers = Callable[[Usage], Answers]
 async def respond(
     request: web.Request, engine: ServedEngine, job: Job, make: MakeAnswers, *, is_stream: bool
 ) -> web.StreamResponse:
-    """Raises: InvalidRequest, EngineClosed, Failed before anything is sent."""
+    """Raises: InvalidRequest, QueueFull, EngineClosed, Failed before anything is sent."""
     run = _stream if is_stream else _fold
     return await run(request, engine, job, make)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from treadle.engine.info import EngineInfo, EngineLoad
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import Sink
 from treadle.engine.sampling_params import SamplingParams
 from treadle.engine.tokenizer import Tokenizer
@@ -48,9 +49,12 @@ class ServedEngine(Protocol):
         sink: Sink,
         *,
         request_id: str | None = ...,
+        options: RequestOptions = ...,
         names: Callable[[str], str] = ...,
     ) -> str: ...
 
     def abort(self, request_id: str) -> None: ...
 
     def abort_all(self) -> None: ...
+
+    async def flush_cache(self, timeout: float = ...) -> int: ...

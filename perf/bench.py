@@ -10,59 +10,18 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treadle.engine import Engine
+from treadle.perf.workload import Workload, run_treadle
 from treadle.tools.model_source import resolve_model
 
 FIRST_TOKEN_PROMPT = "The capital of France is"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Random token ids in, greedy tokens out, end tokens ignored."""
-
-    input_len: int
-    output_len: int
-    requests: int
-    concurrency: int
-    seed: int = 0
-
-    def prompts(self) -> list[list[int]]:
-        rng = random.Random(self.seed)
-        return [
-            [rng.randrange(100, 10_000) for _ in range(self.input_len)]
-            for _ in range(self.requests)
-        ]
-
-
-async def run_treadle(load: Workload, path: Path, dtype: str) -> dict[str, Any]:
-    """Output tokens a second with `concurrency` requests always running."""
-    params = {"max_new_tokens": load.output_len, "temperature": 0, "ignore_eos": True}
-    async with await Engine.create(model_path=str(path), dtype=dtype) as engine:
-        await engine.generate(load.prompts()[0], {**params, "max_new_tokens": 4})  # warm-up
-        waiting = iter(load.prompts())
-        answers = []
-
-        async def client() -> None:
-            for prompt in waiting:
-                answers.append(await engine.generate(prompt, params))
-
-        started = time.perf_counter()
-        await asyncio.gather(*(client() for _ in range(load.concurrency)))
-        elapsed = time.perf_counter() - started
-        used = str(engine.info.server_args["dtype"])
-    generated = sum(answer.completion_tokens for answer in answers)
-    assert generated == load.requests * load.output_len
-    return {"tokens_per_s": generated / elapsed, "dtype": used}
 
 
 def run_transformers(load: Workload, path: Path, dtype: str) -> dict[str, Any]:
@@ -155,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     load = Workload(options.input_len, options.output_len, options.num_prompts,
                     options.max_concurrency, options.seed)  # fmt: skip
     if options.side == "treadle":
-        print(json.dumps(asyncio.run(run_treadle(load, path, options.dtype))))
+        print(json.dumps(asyncio.run(run_treadle(load, path, options.dtype, {}))))
     elif options.side == "transformers":
         print(json.dumps(run_transformers(load, path, options.dtype)))
     else:

@@ -5,7 +5,7 @@ Knows no engine, request or device: a request is what the tree sees of it, and p
 The trace: conversations over shared system prompts, 2k to 8k tokens a request, 16 requests at once,
 page size 1 (the dearest). A request matches and locks its prefix, evicts what its pages need,
 inserts after each prefill chunk and at its end, and unlocks. The other trees are given lists of
-token ids; both insert from the root and collect all leaves for an eviction.
+token ids. Costs are CPU time of the thread, so that a busy machine changes them little.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import sys
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 from treadle.engine.eviction import make_policy
 from treadle.engine.radix_cache import Node, RadixCache
+from treadle.perf.plain_trees import DictPerNode, DictPerToken
 
 CHUNK_TOKENS = 2048
 MAX_RUNNING = 16
@@ -31,17 +31,7 @@ SYSTEM_PROMPTS = 32
 PROBE_TOKENS, PROBE_NODES = 4096, 10
 GROWTH = (1_000, 10_000, 100_000, 1_000_000)
 
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One request: a conversation so far, with the answer that it is going to get."""
-
-    tokens: bytes
-    num_output: int  # tokens of the answer
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // 4
+Turn = tuple[bytes, int]  # a conversation with the answer it is going to get; the answer's tokens
 
 
 def trace(num_requests: int, conversations: int, seed: int) -> Iterator[Turn]:
@@ -58,7 +48,7 @@ def trace(num_requests: int, conversations: int, seed: int) -> Iterator[Turn]:
         place = rng.randrange(conversations)
         num_output = rng.randrange(50, 400)
         texts[place] += rng.randbytes(4 * (rng.randrange(50, 400) + num_output))
-        yield Turn(texts[place], num_output)
+        yield texts[place], num_output
         if len(texts[place]) > 4 * 7200:
             texts[place] = opened()
 
@@ -110,148 +100,36 @@ class Radix:
         return done.node, start + done.num_present_tokens
 
 
-@dataclass(slots=True, eq=False)
-class Run:
-    """Node of the straightforward trees."""
+class Samples(list[int]):
+    """Nanoseconds."""
 
-    parent: Run | None
-    tokens: list[int]
-    pages: list[int]
-    last_access: int = 0
-    locks: int = 0
-    children: dict[int, Run] = field(default_factory=dict)  # by first token
+    def stop(self, started: int) -> None:
+        self.append(time.thread_time_ns() - started)
 
+    def us(self, percent: int) -> float:
+        return sorted(self)[len(self) * percent // 100] / 1000
 
-class DictPerNode:
-    """Runs of tokens as lists, compared token by token."""
-
-    name = "dict per node"
-
-    def __init__(self) -> None:
-        self.root = Run(None, [], [], locks=1)
-        self.clock = 0
-
-    def read(self, tokens: bytes) -> list[int]:
-        return array("i", tokens).tolist()
-
-    def match(self, tokens: list[int], limit: int) -> tuple[Run, list[int]]:
-        node, pages = self.descend(tokens[:limit])
-        return node, pages
-
-    def descend(self, tokens: list[int]) -> tuple[Run, list[int]]:
-        self.clock += 1
-        node, pages = self.root, list[int]()
-        while len(pages) < len(tokens):
-            child = node.children.get(tokens[len(pages)])
-            if child is None:
-                break
-            common = 0
-            for ours, theirs in zip(child.tokens, tokens[len(pages) :], strict=False):
-                if ours != theirs:
-                    break
-                common += 1
-            if common < len(child.tokens):
-                child = self.split(child, common)
-            child.last_access = self.clock
-            pages += child.pages
-            node = child
-        return node, pages
-
-    def split(self, node: Run, at: int) -> Run:
-        assert node.parent is not None
-        upper = Run(node.parent, node.tokens[:at], node.pages[:at], node.last_access, node.locks)
-        node.parent.children[upper.tokens[0]] = upper
-        node.parent, node.tokens, node.pages = upper, node.tokens[at:], node.pages[at:]
-        upper.children[node.tokens[0]] = node
-        return upper
-
-    def insert(
-        self, tokens: list[int], pages: list[int], known: tuple[Run, int], end: int
-    ) -> tuple[Run, int]:
-        node, present = self.descend(tokens[:end])
-        return self.add(node, tokens, pages, len(present), end), len(present)
-
-    def add(self, node: Run, tokens: list[int], pages: list[int], start: int, end: int) -> Run:
-        if start == end:
-            return node
-        leaf = Run(node, tokens[start:end], pages[start:end], self.clock)
-        node.children[tokens[start]] = leaf
-        return leaf
-
-    def lock(self, node: Run) -> None:
-        step: Run | None = node
-        while step is not None:
-            step.locks += 1
-            step = step.parent
-
-    def unlock(self, node: Run) -> None:
-        step: Run | None = node
-        while step is not None:
-            step.locks -= 1
-            step = step.parent
-
-    def evict(self, num_pages: int) -> list[int]:
-        heap, stack = [], [self.root]
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if not node.children and not node.locks:
-                heap.append((node.last_access, id(node), node))
-        heapify(heap)
-        freed: list[int] = []
-        while len(freed) < num_pages and heap:
-            _, _, node = heappop(heap)
-            freed += node.pages
-            parent = node.parent
-            assert parent is not None
-            del parent.children[node.tokens[0]]
-            if not parent.children and not parent.locks:
-                heappush(heap, (parent.last_access, id(parent), parent))
-        return freed
-
-
-class DictPerToken(DictPerNode):
-    """One node, with its dictionary, per token."""
-
-    name = "dict per token"
-
-    def descend(self, tokens: list[int]) -> tuple[Run, list[int]]:
-        self.clock += 1
-        node, pages = self.root, list[int]()
-        for token in tokens:
-            child = node.children.get(token)
-            if child is None:
-                break
-            child.last_access = self.clock
-            pages.append(child.pages[0])
-            node = child
-        return node, pages
-
-    def add(self, node: Run, tokens: list[int], pages: list[int], start: int, end: int) -> Run:
-        for place in range(start, end):
-            leaf = Run(node, [tokens[place]], [pages[place]], self.clock)
-            node.children[tokens[place]] = leaf
-            node = leaf
-        return node
+    def mean_us(self) -> float:
+        return statistics.fmean(self) / 1000
 
 
 @dataclass(slots=True)
 class Costs:
-    """Nanoseconds per request."""
+    """One sample per request."""
 
-    match: list[int] = field(default_factory=list)  # and lock
-    insert: list[int] = field(default_factory=list)  # with moving the lock, and unlock
-    evict: list[int] = field(default_factory=list)
+    match: Samples = field(default_factory=Samples)  # and lock
+    insert: Samples = field(default_factory=Samples)  # with moving the lock, and unlock
+    evict: Samples = field(default_factory=Samples)
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
 
     @property
-    def total(self) -> list[int]:
-        return [sum(parts) for parts in zip(self.match, self.insert, self.evict, strict=True)]
-
-    @property
     def hit_rate(self) -> float:
         return self.num_cached_tokens / self.num_prompt_tokens
+
+
+def added(*parts: Samples) -> Samples:
+    return Samples(sum(row) for row in zip(*parts, strict=True))
 
 
 class Replay:
@@ -264,29 +142,29 @@ class Replay:
         self.running: deque[tuple[Any, list[int], tuple[Any, int], int]] = deque()
 
     def run(self, turns: Iterator[Turn]) -> Costs:
-        for turn in turns:
+        for tokens, num_output in turns:
             if len(self.running) == MAX_RUNNING:
                 self.finish()
-            self.start(turn)
+            self.start(self.tree.read(tokens), len(tokens) // 4, num_output)
         while self.running:
             self.finish()
         return self.costs
 
-    def start(self, turn: Turn) -> None:
+    def start(self, tokens: Any, num_tokens: int, num_output: int) -> None:
         tree, costs = self.tree, self.costs
-        tokens = tree.read(turn.tokens)
-        prompt_len = turn.num_tokens - turn.num_output
-        started = time.perf_counter_ns()
+        prompt_len = num_tokens - num_output
+        started = time.thread_time_ns()
         node, found = tree.match(tokens, prompt_len - 1)
         tree.lock(node)
-        costs.match.append(time.perf_counter_ns() - started)
+        costs.match.stop(started)
         costs.num_prompt_tokens += prompt_len
         costs.num_cached_tokens += len(found)
-        count = turn.num_tokens - len(found)
-        started = time.perf_counter_ns()
+        count = num_tokens - len(found)
+        started = time.thread_time_ns()
         freed = tree.evict(count - len(self.free)) if count > len(self.free) else ()
-        costs.evict.append(time.perf_counter_ns() - started)
+        costs.evict.stop(started)
         self.free.extend(freed)
+        assert count <= len(self.free), "the pool is smaller than what runs at once"
         pages = [*found, *self.free[-count:]]
         del self.free[-count:]
         costs.insert.append(0)
@@ -299,87 +177,72 @@ class Replay:
         self, tokens: Any, pages: list[int], known: tuple[Any, int], end: int, row: int = -1
     ) -> tuple[Any, int]:
         tree = self.tree
-        started = time.perf_counter_ns()
+        started = time.thread_time_ns()
         node, num_present = tree.insert(tokens, pages, known, end)
         tree.lock(node)
         tree.unlock(known[0])
-        self.costs.insert[row] += time.perf_counter_ns() - started
+        self.costs.insert[row] += time.thread_time_ns() - started
         self.free.extend(pages[known[1] : num_present])
         return node, end
 
     def finish(self) -> None:
         tokens, pages, known, row = self.running.popleft()
         node, _ = self.commit(tokens, pages, known, len(pages), row)
-        started = time.perf_counter_ns()
+        started = time.thread_time_ns()
         self.tree.unlock(node)
-        self.costs.insert[row] += time.perf_counter_ns() - started
+        self.costs.insert[row] += time.thread_time_ns() - started
 
 
-def grown(num_tokens: int, rng: random.Random) -> tuple[RadixCache, list[bytes]]:
-    """A tree with that many tokens beside a probe; and the sequences that are as long as it."""
-    cache = RadixCache(1, make_policy("lru", {}))
-    probes, next_page = [], 0
-    lengths = [PROBE_TOKENS] + [PROBE_TOKENS] * (num_tokens // PROBE_TOKENS)
-    for length in (*lengths, num_tokens % PROBE_TOKENS):
-        tokens = rng.randbytes(4 * length)
-        node = None
-        cuts = [length * part // PROBE_NODES for part in range(PROBE_NODES + 1)]
-        for start, end in zip(cuts, cuts[1:], strict=False):
-            pages = array("i", range(next_page + start, next_page + end))
-            done = cache.insert(tokens[4 * start : 4 * end], pages, None, after=node)
-            cache.lock(done.node)
-            if node is not None:
-                cache.unlock(node)
-            node = done.node
-        assert node is not None
+def put(cache: RadixCache, tokens: bytes, first_page: int) -> None:
+    """Inserts a sequence as a path of PROBE_NODES nodes."""
+    length, node = len(tokens) // 4, cache.match(b"", None, 0).node
+    cache.lock(node)
+    cuts = [length * part // PROBE_NODES for part in range(PROBE_NODES + 1)]
+    for start, end in zip(cuts, cuts[1:], strict=False):
+        pages = range(first_page + start, first_page + end)
+        added = cache.insert(tokens[4 * start : 4 * end], pages, None, after=node).node
+        cache.lock(added)
         cache.unlock(node)
-        next_page += length
-        if length == PROBE_TOKENS:
-            probes.append(tokens)
-    return cache, probes
+        node = added
+    cache.unlock(node)
 
 
-def timed(repeats: int, prepare: Callable[[], Any], call: Callable[[Any], object]) -> list[int]:
-    costs = []
+def growth_row(num_tokens: int, repeats: int, rng: random.Random) -> tuple[str, float]:
+    """Costs of single calls on a tree that holds so many tokens beside one probe."""
+    cache = RadixCache(1, make_policy("lru", {}))
+    probes = [rng.randbytes(4 * PROBE_TOKENS) for _ in range(num_tokens // PROBE_TOKENS + 1)]
+    for number, tokens in enumerate([*probes, rng.randbytes(4 * (num_tokens % PROBE_TOKENS))]):
+        put(cache, tokens, number * PROBE_TOKENS)
+    same, other, miss, evict = Samples(), Samples(), Samples(), Samples()
     for _ in range(repeats):
-        argument = prepare()
-        started = time.perf_counter_ns()
-        call(argument)
-        costs.append(time.perf_counter_ns() - started)
-    return costs
+        for samples, tokens in (
+            (same, probes[0]),
+            (other, rng.choice(probes)),
+            (miss, rng.randbytes(4 * PROBE_TOKENS)),
+        ):
+            started = time.thread_time_ns()
+            found = cache.match(tokens, None, PROBE_TOKENS)
+            samples.stop(started)
+            assert found.num_tokens == (0 if samples is miss else PROBE_TOKENS)
+    for _ in range(min(repeats, num_tokens)):
+        started = time.thread_time_ns()
+        cache.evict(1)
+        evict.stop(started)
+    text = (f"{num_tokens:>12,} | {same.us(50):>9.1f} {same.us(99):>9.1f} | {other.us(50):>9.1f} "
+            f"{other.us(99):>9.1f} | {miss.us(50):>9.1f} | {evict.us(50):>9.1f}")  # fmt: skip
+    return text, same.us(50)
 
 
 def growth_table(repeats: int, seed: int) -> Iterator[str]:
-    """How the cost of one call depends on the size of the tree."""
     rng = random.Random(seed)
-    yield f"{'other tokens':>13} {'match 4k p50':>13} {'p99':>7} {'miss p50':>9} {'evict 1 page':>13}"
+    yield "match of 4,096 tokens, us: the same again | any of the tree | absent | evict one page"
+    yield f"other tokens | {'p50':>9} {'p99':>9} | {'p50':>9} {'p99':>9} | {'p50':>9} | {'p50':>9}"
     medians = []
     for num_tokens in GROWTH:
-        cache, probes = grown(num_tokens, rng)
-
-        def hit(tokens: bytes, cache: RadixCache = cache) -> None:
-            found = cache.match(tokens, None, PROBE_TOKENS)
-            assert found.num_tokens == PROBE_TOKENS
-
-        def miss(tokens: bytes, cache: RadixCache = cache) -> None:
-            assert not cache.match(tokens, None, PROBE_TOKENS).num_tokens
-
-        hits = timed(repeats, lambda probes=probes: rng.choice(probes), hit)
-        misses = timed(repeats, lambda: rng.randbytes(4 * PROBE_TOKENS), miss)
-        evictions = timed(min(repeats, 1000), lambda: 1, cache.evict)
-        medians.append(statistics.median(hits))
-        yield (f"{num_tokens:>13,} {_us(hits, 50):>10} us {_us(hits, 99):>7} {_us(misses, 50):>9}"
-               f" {_us(evictions, 50):>13}")  # fmt: skip
-    yield f"match at {GROWTH[-1]:,} / at {GROWTH[0]:,} other tokens: {medians[-1] / medians[0]:.2f}"
-
-
-def _us(nanoseconds: Sequence[int], percent: int) -> str:
-    place = min(len(nanoseconds) - 1, len(nanoseconds) * percent // 100)
-    return f"{sorted(nanoseconds)[place] / 1000:.1f}"
-
-
-def _mean_us(nanoseconds: Sequence[int]) -> float:
-    return statistics.fmean(nanoseconds) / 1000
+        text, median = growth_row(num_tokens, repeats, rng)
+        medians.append(median)
+        yield text
+    yield f"the same again, {GROWTH[-1]:,} / {GROWTH[0]:,}: {medians[-1] / medians[0]:.2f} x"
 
 
 HEADER = (f"{'tree':<15} {'mean us':>9} {'p50':>9} {'p99':>9} | {'match':>9} {'insert':>9} "
@@ -387,11 +250,11 @@ HEADER = (f"{'tree':<15} {'mean us':>9} {'p50':>9} {'p99':>9} | {'match':>9} {'i
 
 
 def cost_row(name: str, costs: Costs) -> str:
-    total = costs.total
+    total = added(costs.match, costs.insert, costs.evict)
     return (
-        f"{name:<15} {_mean_us(total):>9.1f} {_us(total, 50):>9} {_us(total, 99):>9} |"
-        f" {_mean_us(costs.match):>9.1f} {_mean_us(costs.insert):>9.1f}"
-        f" {_mean_us(costs.evict):>9.1f} | {costs.hit_rate:.1%}"
+        f"{name:<15} {total.mean_us():>9.1f} {total.us(50):>9.1f} {total.us(99):>9.1f} |"
+        f" {costs.match.mean_us():>9.1f} {costs.insert.mean_us():>9.1f}"
+        f" {costs.evict.mean_us():>9.1f} | {costs.hit_rate:.1%}"
     )
 
 
@@ -406,10 +269,10 @@ def comparison(num_requests: int, num_pages: int, seed: int) -> Iterator[str]:
         yield cost_row(tree.name, found[tree.name])
     ours = found.pop("treadle")
     for name, costs in found.items():
-        alike = [sum(pair) for pair in zip(costs.match, costs.insert, strict=True)]
-        mine = [sum(pair) for pair in zip(ours.match, ours.insert, strict=True)]
-        yield (f"{name} / treadle: {_mean_us(costs.total) / _mean_us(ours.total):.0f} x in all, "
-               f"{_mean_us(alike) / _mean_us(mine):.0f} x without eviction")  # fmt: skip
+        alike = [added(c.match, c.insert) for c in (costs, ours)]
+        total = [added(c.match, c.insert, c.evict) for c in (costs, ours)]
+        yield (f"{name} / treadle: {total[0].mean_us() / total[1].mean_us():.0f} x in all, "
+               f"{alike[0].mean_us() / alike[1].mean_us():.0f} x without eviction")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from treadle.graphs.models.spec import DecoderSpec
 from treadle.tools.machine import Room
 
 FP32_BYTES = 4
-LOGIT_COPIES = 4  # fp32 rows that sampling holds at once: logits, scaled, probabilities, their sums
+LOGIT_COPIES = 3  # fp32 rows that sampling holds at once: logits, scaled, probabilities
 
 
 def model_facts(
@@ -46,14 +46,14 @@ def kv_shape(spec: DecoderSpec, dtype: torch.dtype) -> KvShape:
 
 
 def step_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Activations alive at once in the widest part of a layer, for one token.
+    """Activations alive at once when a layer's feed-forward block runs, for one token.
 
-    Residual, hidden state and its norm live beside either block: queries, keys and values before
-    and after the rotation and what attention makes of them, or gate, up and their product.
+    Residuals before and after, the block's input before and after the norm; queries, keys and
+    values before the rotation, queries and keys after it, what attention made of them and its
+    projection; gate and up, and their product.
     """
-    attention = 2 * (spec.q_size + 2 * spec.kv_size) + spec.q_size
-    feed_forward = 3 * spec.intermediate_size
-    return (3 * spec.hidden_size + max(attention, feed_forward)) * dtype.itemsize
+    attention = 3 * (spec.q_size + spec.kv_size)
+    return (5 * spec.hidden_size + attention + 3 * spec.intermediate_size) * dtype.itemsize
 
 
 def step_bytes_per_row(spec: DecoderSpec, dtype: torch.dtype) -> int:

@@ -195,13 +195,15 @@ class _Header:
         return numbers
 
     def _texts(self, count: int) -> list[str] | None:
-        if self._keeps_texts:
-            return [self._text() for _ in range(count)]
+        texts = []
         start, data, unpack = self._offset, self._data, _U64.unpack_from
         for _ in range(count):
-            start += 8 + unpack(data, start)[0]
-        self._offset = start
-        return None
+            end = start + 8 + unpack(data, start)[0]
+            if self._keeps_texts:
+                texts.append(data[start + 8 : end].decode("utf-8", "replace"))
+            start = end
+        self._skip(start - self._offset)
+        return texts if self._keeps_texts else None
 
     def _struct(self, kind: int) -> struct.Struct:
         if kind not in _SCALARS:

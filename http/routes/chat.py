@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from treadle.http.body import read_object
-from treadle.http.calls import Job, new_id
+from treadle.http.calls import ROUTING_KEY_HEADER, Job, new_id
 from treadle.http.respond import respond
 from treadle.http.routes.models import check_model
 from treadle.http.served import ServedEngine
@@ -36,7 +36,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
             )
             return await engine.encode([text], add_special_tokens=False)
 
-        job = Job(encode, [body.to_params(body.length)], [call_id], call_id, body.client_name)
+        params = [body.to_params(body.length)]
+        options = body.request_options(1, request.headers.get(ROUTING_KEY_HEADER))
+        job = Job(encode, params, options, [call_id], call_id, body.client_name)
         head = make_head(state, engine, call_id, body)
         return await respond(
             request, engine, job, lambda usage: ChatAnswers(head, usage), is_stream=body.stream

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from treadle.engine.errors import InvalidRequest
 from treadle.http.body import read_object
-from treadle.http.calls import Job, encoder, name_requests
+from treadle.http.calls import ROUTING_KEY_HEADER, Job, encoder, name_requests
 from treadle.http.respond import respond
 from treadle.http.routes.chat import make_head
 from treadle.http.routes.models import check_model
@@ -35,6 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         job = Job(
             encoder(engine, prompts),
             [params] * len(prompts),
+            body.request_options(len(prompts), request.headers.get(ROUTING_KEY_HEADER)),
             request_ids,
             call_id,
             body.client_name,

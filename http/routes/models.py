@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from treadle.http.body import json_response
 from treadle.http.errors import NotFound
 from treadle.http.served import ServedEngine
 from treadle.http.state import STATE
@@ -31,14 +31,14 @@ def check_model(engine: ServedEngine, model: str | None) -> None:
 
 @routes.get("/v1/models")
 async def models(request: web.Request) -> web.Response:
-    return _json({"object": "list", "data": [_card(request.app[STATE].need_engine())]})
+    return json_response({"object": "list", "data": [_card(request.app[STATE].need_engine())]})
 
 
 @routes.get("/v1/models/{model:.+}")
 async def model(request: web.Request) -> web.Response:
     engine = request.app[STATE].need_engine()
     check_model(engine, request.match_info["model"])
-    return _json(_card(engine))
+    return json_response(_card(engine))
 
 
 @routes.get("/model_info")
@@ -46,7 +46,7 @@ async def model(request: web.Request) -> web.Response:
 async def model_info(request: web.Request) -> web.Response:
     state = request.app[STATE]
     info = state.need_engine().info
-    return _json(
+    return json_response(
         {
             "model_path": info.model_path,
             "served_model_name": info.served_model_name,
@@ -72,7 +72,7 @@ async def server_info(request: web.Request) -> web.Response:
     state = request.app[STATE]
     engine = state.need_engine()
     info, load, settings = engine.info, engine.load(), state.settings
-    return _json(
+    return json_response(
         {
             # one device of each kind; the resolved settings overrule
             "tp_size": 1,
@@ -115,7 +115,3 @@ def _card(engine: ServedEngine) -> dict[str, Any]:
         "parent": None,
         "max_model_len": info.max_model_len,
     }
-
-
-def _json(value: object) -> web.Response:
-    return web.Response(body=orjson.dumps(value, default=str), content_type="application/json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from treadle.http.body import read_object
-from treadle.http.calls import Job, encoder, name_requests
+from treadle.http.calls import ROUTING_KEY_HEADER, Job, encoder, name_requests
 from treadle.http.respond import respond
 from treadle.http.state import STATE
 from treadle.http.wire.native import AbortRequest, GenerateRequest
@@ -25,7 +25,15 @@ async def generate(request: web.Request) -> web.StreamResponse:
         prompts = body.prompts
         params = body.params(len(prompts))
         call_id, request_ids = name_requests(prompts, body.rid, "")
-        job = Job(encoder(engine, prompts), params, request_ids, call_id, body.client_name)
+        routing_key = body.routing_key or request.headers.get(ROUTING_KEY_HEADER)
+        job = Job(
+            encoder(engine, prompts),
+            params,
+            body.request_options(len(prompts), routing_key),
+            request_ids,
+            call_id,
+            body.client_name,
+        )
 
         def make(usage: Usage) -> NativeAnswers:
             return NativeAnswers(

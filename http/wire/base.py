@@ -29,6 +29,7 @@ T = TypeVar("T")
 W = TypeVar("W", bound="Wire")
 Path = tuple[str | int, ...]
 
+MAX_KEY = 1024  # characters
 MAX_RID = 256  # characters; an id stands in every chunk of a stream
 
 _LEGAL = {
@@ -171,6 +172,12 @@ def _read_prompts(value: object) -> Prompts:
     )
 
 
+def _read_key(value: str) -> str:
+    if len(value) > MAX_KEY:
+        raise illegal(f"at most {MAX_KEY} characters long")
+    return value
+
+
 def _read_rid(value: str) -> str:
     if not 0 < len(value) <= MAX_RID:
         raise illegal(f"1 to {MAX_RID} characters long")
@@ -184,6 +191,7 @@ def _are(values: Sequence[object], kind: type) -> bool:
 
 Strs = Annotated[tuple[str, ...], PlainValidator(_read_strs)]
 Ids = Annotated[tuple[int, ...], PlainValidator(_read_ids)]
+Key = Annotated[str, AfterValidator(_read_key)]
 Rid = Annotated[str, AfterValidator(_read_rid)]
 Texts = Annotated[Prompts, PlainValidator(_read_texts)]
 TokenIds = Annotated[Prompts, PlainValidator(_read_token_ids)]

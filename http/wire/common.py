@@ -13,6 +13,7 @@ from pydantic import Field
 from treadle.engine.errors import InvalidRequest, NotBuilt
 from treadle.engine.sampling_params import SamplingParams
 from treadle.http.wire.base import DpRank, FastList, Ids, Strs, Unbuilt, Wire
+from treadle.http.wire.queueing import QueueFields
 
 _CLIENT_NAMES = {"min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
@@ -81,7 +82,7 @@ class SamplingFields(Wire):
         return _CLIENT_NAMES.get(name, name)
 
 
-class CommonFields(SamplingFields):
+class CommonFields(SamplingFields, QueueFields):
     """What both APIs of the OpenAI family take besides prompt, length and logprobs."""
 
     model: str | None = None
@@ -98,9 +99,6 @@ class CommonFields(SamplingFields):
     store: bool | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     custom_labels: dict[str, str] | None = None
-    priority: int | None = None
-    extra_key: Strs | None = None
-    cache_salt: Strs | None = None
 
     lora_path: Unbuilt[str | FastList[str]] = None
     session_params: Unbuilt[dict[str, Any]] = None
@@ -124,7 +122,3 @@ class CommonFields(SamplingFields):
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         if self.response_format is not None:
             self.response_format.check()
-
-    @property
-    def options(self) -> StreamOptions:
-        return self.stream_options or StreamOptions()

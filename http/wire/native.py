@@ -14,21 +14,22 @@ from treadle.engine.sampling_params import SamplingParams
 from treadle.http.wire.base import (
     DpRank,
     FastList,
+    Key,
     Prompts,
     Rid,
-    Strs,
     Texts,
     TokenIds,
     Unbuilt,
     Wire,
 )
+from treadle.http.wire.queueing import QueueFields
 
 Flags = bool | FastList[bool]
 Counts = Annotated[int, Field(ge=-1)] | FastList[Annotated[int, Field(ge=-1)]]
 Objects = dict[str, Any] | FastList[dict[str, Any]]
 
 
-class GenerateRequest(Wire):
+class GenerateRequest(QueueFields):
     text: Texts | None = None
     input_ids: TokenIds | None = None
     input_embeds: Unbuilt[FastList[Any]] = None
@@ -36,12 +37,10 @@ class GenerateRequest(Wire):
     rid: Rid | FastList[Rid] | None = None
     stream: bool = False
 
+    routing_key: Key | None = None
+
     # who asks and what is logged: never part of the answer
     model: Any = None
-    priority: int | None = None
-    extra_key: Strs | None = None
-    cache_salt: Strs | None = None
-    routing_key: str | None = None
     conversation_id: str | None = None
     log_metrics: bool = True
     no_logs: bool = False

@@ -168,9 +168,7 @@ def test_queue_drops_stale_entries_that_outnumber_valid_ones() -> None:
         queue.put(node)
         assert len(queue._heap) <= 2 * 100 + HEAP_SLACK
     queue.check_integrity(node for node in nodes if node.stamp)
-    assert drain(queue) == sorted(
-        (n for n in nodes if n.last_access), key=lambda n: n.last_access
-    )
+    assert drain(queue) == sorted((n for n in nodes if n.last_access), key=lambda n: n.last_access)
 
 
 def test_queue_never_asks_for_keys_of_all_nodes() -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 
 import pytest
 
@@ -87,6 +86,48 @@ def test_match_splits_a_node_it_ends_in() -> None:
     assert cache.num_nodes == 2
     assert cached(cache, [1, 2, 3, 4, 5, 6]) == [10, 11, 12]
     cache.check_integrity()
+
+
+def test_split_leaves_both_halves_the_facts_of_the_whole() -> None:
+    cache = make_cache(page_size=2)
+    tokens = encode([1, 2, 3, 4, 5, 6])
+    lower = cache.insert(tokens, [0, 1, 2], SPACE, priority=7).node
+    cache.count_hit(lower)
+    cache.count_hit(lower)
+    created = lower.created
+    upper = cache.match(tokens, SPACE, 4).node
+    for node in (upper, lower):
+        assert (node.hits, node.priority, node.created, node.reach) == (3, 7, created, 6)
+    assert (upper.start, upper.end, lower.start, lower.end) == (0, 4, 4, 6)
+    assert upper.last_access > lower.last_access
+
+
+def test_split_gives_the_rest_of_the_node_its_new_place_in_the_queue() -> None:
+    cache = RadixCache(1, EvictionPolicy("deepest start", lambda node: (-node.start,)))
+    put(cache, [1, 2, 3], 10)
+    put(cache, [5, 6], 20)
+    cached(cache, [1, 2])
+    cache.check_integrity()
+    assert cache.evict(1).tolist() == [12]
+
+
+def test_insert_gives_its_priority_to_what_was_there() -> None:
+    cache = make_cache(policy="priority")
+    cache.insert(encode([1, 2]), [11, 12], SPACE, priority=1)
+    cache.insert(encode([3]), [13], SPACE, priority=2)
+    cache.insert(encode([1, 2]), [21, 22], SPACE, priority=3)
+    cache.check_integrity()
+    assert cache.evict(1).tolist() == [13]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_insert_counts_as_use_of_what_was_there(policy: str) -> None:
+    cache = make_cache(policy=policy)
+    put(cache, [1, 2], 10)
+    put(cache, [3, 4], 20)
+    put(cache, [1, 2], 30)
+    cache.check_integrity()
+    assert sorted(cache.evict(2)) == [20, 21]
 
 
 def test_peek_changes_nothing() -> None:

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(max_new_tokens=COUNT, temperature=0.0, ignore_eos=True)
 @pytest.fixture(scope="module")
 def reference(smollm2_reference: Any, smollm2_gguf: Path) -> dict[str, list[int]]:
     """Greedy tokens by transformers, by prompt; prompts are tokenized by this project."""
-    from treadle.engine.hf_tokenizer import load_tokenizer
+    from treadle.tools.tokenizer_source import load_tokenizer
 
     tokenizer = load_tokenizer(smollm2_gguf)
     smollm2_reference.generation_config.eos_token_id = None  # go on, as `ignore_eos` does

@@ -126,10 +126,20 @@ async def test_usage_is_absent_from_a_plain_stream(served: Served) -> None:
     assert all("usage" not in event for event in events)
 
 
-async def test_cached_tokens_show_when_reported(serve: Serve) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+async def test_cached_tokens_show_when_reported(serve: Serve, n: int) -> None:
     served = await serve(ApiSettings(enable_cache_report=True))
-    _, answer = await served.post(PATH, {"messages": user(word())})
-    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    served.engine.num_cached = random.choice((0, 3, 10**6))
+    body = {"messages": user(word()), "n": n}
+    _, answer = await served.post(PATH, body)
+    usage = answer["usage"]
+    expected = min(served.engine.num_cached, usage["prompt_tokens"] - 1)
+    assert usage["prompt_tokens_details"] == {"cached_tokens": expected}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = await served.events(PATH, {**body, "stream_options": options})
+    assert events[-1]["usage"] == usage
+    found = [event["usage"]["prompt_tokens_details"]["cached_tokens"] for event in events]
+    assert found == sorted(found)
 
 
 async def test_text_parts_equal_the_string_they_make(served: Served) -> None:

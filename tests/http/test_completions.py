@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fake_served import BOS, EOS, MODEL, reply, reply_text
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, processors
+
+from treadle.engine.chat_template import ChatTemplate
+from treadle.engine.hf_tokenizer import HfTokenizer
+from treadle.http.state import ApiSettings
 
 if TYPE_CHECKING:
-    from tests.http.conftest import Served
+    from tests.http.conftest import Serve, Served
 
 PATH = "/v1/completions"
 
@@ -20,6 +26,19 @@ def ids_of(text: str) -> list[int]:
 
 def some_ids() -> list[int]:
     return [random.randrange(97, 122) for _ in range(random.randrange(1, 20))]
+
+
+def tokenizer_with_bos() -> HfTokenizer:
+    """A letter a token; `<s>` is added in front of a text, and written by the chat template."""
+    backend = Backend(models.BPE(vocab={"<s>": 0, "a": 1, "b": 2}, merges=[]))
+    backend.add_special_tokens(["<s>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 0)]
+    )
+    template = ChatTemplate("<s>{{ messages[0].content }}", {}, "test")
+    return HfTokenizer(
+        backend, eos_token_ids=frozenset(), bos_token_id=0, templates={"default": template}
+    )
 
 
 async def test_answer_has_every_field(served: Served) -> None:
@@ -51,6 +70,25 @@ async def test_ids_are_taken_as_they_are(served: Served) -> None:
     ids = some_ids()
     await served.post(PATH, {"prompt": ids})
     assert served.engine.submitted[0].ids == ids
+
+
+@pytest.mark.parametrize(("path", "key"), [(PATH, "prompt"), ("/generate", "text")])
+async def test_text_that_begins_with_bos_gets_no_second_one(
+    served: Served, path: str, key: str
+) -> None:
+    served.engine.tokenizer = tokenizer_with_bos()
+    body = {key: ["<s>ab", "ab", "<s><s>ab", "a<s>"]}
+    assert (await served.post(path, body))[0] == 200
+    assert [each.ids for each in served.engine.submitted] == [
+        [0, 1, 2], [0, 1, 2], [0, 0, 1, 2], [0, 1, 0],
+    ]  # fmt: skip
+
+
+async def test_chat_prompt_has_the_bos_of_its_template_only(served: Served) -> None:
+    served.engine.tokenizer = tokenizer_with_bos()
+    body = {"messages": [{"role": "user", "content": "ab"}]}
+    assert (await served.post("/v1/chat/completions", body))[0] == 200
+    assert served.engine.submitted[0].ids == [0, 1, 2]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -104,6 +142,16 @@ async def test_echo_without_new_tokens_is_the_prompt(
         assert answer["usage"]["completion_tokens"] == 0
     assert text == (prompt if isinstance(prompt, str) else "abc")
     assert finish == "length"
+
+
+async def test_cached_tokens_of_a_batch_are_counted_once_a_prompt(serve: Serve) -> None:
+    served = await serve(ApiSettings(enable_cache_report=True))
+    served.engine.num_cached = 2
+    _, answer = await served.post(PATH, {"prompt": [[97], [97] * 9, [98] * 2], "n": 2})
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 2 + 1}
+    plain = await serve()
+    _, answer = await plain.post(PATH, {"prompt": "abc"})
+    assert answer["usage"]["prompt_tokens_details"] is None
 
 
 async def test_rid_of_a_batch_names_its_requests(served: Served) -> None:

@@ -105,6 +105,17 @@ async def test_stream_adds_up_to_the_answer(serve: Serve, incremental: bool) -> 
                for e in events)  # fmt: skip
 
 
+async def test_cached_tokens_and_retractions_are_told(served: Served) -> None:
+    served.engine.num_cached, served.engine.num_retractions = 2, 3
+    _, answer = await served.post(PATH, {"text": "abcdef"})
+    events = await served.events(PATH, {"text": "abcdef"})
+    metas = [event["meta_info"] for event in events]
+    assert answer["meta_info"]["cached_tokens"] == 2
+    assert answer["meta_info"]["num_retractions"] == 3
+    assert {meta["cached_tokens"] for meta in metas} == {2}
+    assert [meta["num_retractions"] for meta in metas] == [0] + [3] * (len(metas) - 1)
+
+
 async def test_single_stream_has_no_index(served: Served) -> None:
     events = await served.events(PATH, {"text": "abc"})
     assert all("index" not in event for event in events)

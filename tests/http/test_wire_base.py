@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from treadle.engine.errors import InvalidRequest, NotBuilt
-from treadle.http.wire.base import FastList, Unbuilt, Wire, show, spell
+from treadle.http.wire.base import FastList, Unbuilt, Wire, spell
 
 
 class Inner(Wire):
@@ -56,11 +56,6 @@ def test_other_value_of_an_unbuilt_field_is_refused(value: object) -> None:
 def test_list_check_stops_at_the_first_bad_element() -> None:
     with pytest.raises(InvalidRequest, match=r"numbers\[0\] must be an integer"):
         Outer.parse({"numbers": ["x"] * 1_000_000})
-
-
-def test_shown_value_is_short_whatever_it_is() -> None:
-    for value in ("x" * 10**6, [["y" * 10**5] * 50] * 50, {"k" * 10**5: 1}, 10**4000):
-        assert len(show(value)) < 400
 
 
 def test_path_is_spelled_as_the_client_wrote_it() -> None:

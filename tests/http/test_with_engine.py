@@ -19,6 +19,7 @@ from treadle.http.server import HttpServer, ServerSettings
 from treadle.http.state import ServerState
 
 LETTERS = b"abcdefghij"
+LONG = {"max_new_tokens": 300}
 
 
 def letters(prefix: int, length: int, vocab_size: int) -> int:
@@ -45,9 +46,10 @@ class Running:
 
 
 @pytest.fixture
-async def running() -> AsyncIterator[Running]:
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
+    """Settings of the engine come as the fixture's parameter."""
     executor = FakeExecutor(capacity(slots=8), token_function=letters)
-    engine = Engine(make_parts(executor))
+    engine = Engine(make_parts(executor, **getattr(request, "param", {})))
     state = ServerState()
     state.engine = engine
     server = HttpServer(state, ServerSettings(port=0))
@@ -60,7 +62,7 @@ async def running() -> AsyncIterator[Running]:
             break
         await asyncio.sleep(0.002)
     load = engine.load()
-    assert (load.num_running_reqs, load.num_waiting_reqs, load.num_used_tokens) == (0, 0, 0)
+    assert (load.num_running_reqs, load.num_waiting_reqs) == (0, 0)
     engine.check_integrity()
     await engine.shutdown()
 
@@ -166,3 +168,46 @@ async def test_end_token_is_reported_as_matched(running: Running) -> None:
     assert answer["text"] == "a" * 6
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
     assert answer["output_ids"] == [97] * 6 + [EOS]
+
+
+async def test_warm_prompt_is_reported_and_flushed(running: Running) -> None:
+    prompt = [random.randrange(97, 107) for _ in range(random.randrange(20, 60))]
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8}}
+    _, cold = await running.post("/generate", body)
+    _, warm = await running.post("/generate", body)
+    _, apart = await running.post("/generate", {**body, "extra_key": "other"})
+    async with running.session.post(running.url + "/flush_cache") as response:
+        assert (response.status, (await response.text())[:14]) == (200, "Cache flushed.")
+    _, flushed = await running.post("/generate", body)
+    page_size = 4
+    found = [each["meta_info"]["cached_tokens"] for each in (cold, warm, apart, flushed)]
+    assert found == [0, (len(prompt) - 1) // page_size * page_size, 0, 0]
+    assert len({each["text"] for each in (cold, warm, apart, flushed)}) == 1
+
+
+@pytest.mark.parametrize(
+    "running", [{"max_running_requests": 1, "max_queued_requests": 1}], indirect=True
+)
+async def test_full_queue_is_503_and_others_finish(running: Running) -> None:
+    async def one() -> tuple[int, Any]:
+        return await running.post("/generate", {"text": "x", "sampling_params": LONG})
+
+    answers = await asyncio.gather(*(one() for _ in range(12)))
+    codes = [answer["error"]["code"] for status, answer in answers if status == 503]
+    assert 0 < len(codes) < 12
+    assert set(codes) == {"queue_full"}
+    texts = {answer["text"] for status, answer in answers if status == 200}
+    assert texts == {continuation("x", LONG["max_new_tokens"])}
+
+
+async def test_flush_of_a_busy_engine_is_refused_until_it_is_idle(running: Running) -> None:
+    stream = await running.session.post(
+        running.url + "/generate", json={"text": "x", "stream": True, "sampling_params": LONG}
+    )
+    await stream.content.readany()
+    async with running.session.post(running.url + "/flush_cache") as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "not_idle"
+    async with running.session.post(running.url + "/flush_cache?timeout=30") as response:
+        assert response.status == 200
+    assert (await stream.text()).endswith("data: [DONE]\n\n")

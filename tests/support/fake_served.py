@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from treadle.engine.chat_template import ChatTemplate
-from treadle.engine.errors import EngineClosed, InvalidRequest
+from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFull
 from treadle.engine.info import EngineInfo, EngineLoad
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import FinishReason, RequestOutput, Sink
 from treadle.engine.sampling_params import SamplingParams
 from treadle.engine.tokenizer import Tokenizer
@@ -76,11 +77,15 @@ class ByteTokenizer:
         return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
 
 
+PLAIN = RequestOptions()
+
+
 @dataclass
 class Submitted:
     ids: list[int]
     params: SamplingParams
     request_id: str
+    options: RequestOptions
 
 
 @dataclass
@@ -92,6 +97,10 @@ class FakeEngine:
     submitted: list[Submitted] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     failure: FinishReason | None = None  # ends every choice after its second token
+    num_cached: int = 0  # of every prompt's tokens; further choices find all of it
+    num_retractions: int = 0  # of every request, from its second token on
+    max_queued: int | None = None
+    flush_timeouts: list[float] = field(default_factory=list)
     num_encoding: int = 0
     is_ready: bool = True
     healthy: bool = True
@@ -148,6 +157,7 @@ class FakeEngine:
         sink: Sink,
         *,
         request_id: str | None = None,
+        options: RequestOptions = PLAIN,
         names: Callable[[str], str] = lambda name: name,
     ) -> str:
         if not self.is_ready:
@@ -160,10 +170,12 @@ class FakeEngine:
             raise InvalidRequest(f"{where} must hold token ids from 0 to {VOCAB - 1}", where)
         if len(prompt_ids) >= MAX_LEN:
             raise InvalidRequest(f"{where} has {len(prompt_ids)} tokens of {MAX_LEN}", where)
+        if self.max_queued is not None and len(self._left) >= self.max_queued:
+            raise QueueFull(f"the request queue is full: {self.max_queued} requests wait already")
         assert request_id is not None
         if request_id in self._left:
             raise InvalidRequest(f"a request with id {request_id!r} is running", names("rid"))
-        self.submitted.append(Submitted(list(prompt_ids), params, request_id))
+        self.submitted.append(Submitted(list(prompt_ids), params, request_id, options))
         loop = asyncio.get_running_loop()
         self._left[request_id] = params.n
         for index in range(params.n):
@@ -187,8 +199,13 @@ class FakeEngine:
             if params.max_new_tokens == 0 or request_id in self._abort:
                 text, new = "", []
             count += len(new)
+            cached = min(self.num_cached, len(ids) - 1) if index == 0 else len(ids) - 1
+            retractions = self.num_retractions if count > 1 else 0
+            delta = RequestOutput(
+                request_id, index, text, new, len(ids), count, cached, reason, retractions
+            )
             try:
-                sink(RequestOutput(request_id, index, text, new, len(ids), count, 0, reason))
+                sink(delta)
             except Exception:
                 self._abort.add(request_id)
         self._left[request_id] -= 1
@@ -222,6 +239,16 @@ class FakeEngine:
     def abort_all(self) -> None:
         for request_id in list(self._left):
             self.abort(request_id)
+
+    async def flush_cache(self, timeout: float = 0.0) -> int:
+        self.flush_timeouts.append(timeout)
+        try:
+            async with asyncio.timeout(timeout):
+                while self._left:
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise NotIdle(f"{self.num_running} requests run") from None
+        return 7
 
 
 def reply(prompt_ids: Sequence[int], index: int) -> list[str]:
