@@ -169,7 +169,12 @@ class Engine:
         rid = requests[0].request_id
         self._requests[rid] = list(requests)
         for request in requests:
-            self._queue(request)
+            try:
+                self._queue(request)
+            except QueueFull:
+                del self._requests[rid]
+                self._take_back(requests[: request.index])
+                raise
         self._loop.wake()
         return rid
 
@@ -277,15 +282,15 @@ class Engine:
             request.finish_reason = FinishReason("length")
             self._outbox.put((request,))  # nothing to compute
             return
-        try:
-            dropped = self._scheduler.submit(request)
-        except QueueFull:
-            for choice in self._requests.pop(request.request_id):
-                choice.sink = _nowhere
-                self._scheduler.abort(choice)
-            raise
+        dropped = self._scheduler.submit(request)
         if dropped is not None:
             self._outbox.put((dropped,))
+
+    def _take_back(self, choices: Sequence[Request]) -> None:
+        """Ends the choices of a request that its caller is about to be told is not there."""
+        for choice in choices:
+            choice.sink = _nowhere
+            self._scheduler.abort(choice)
 
     async def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]

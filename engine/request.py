@@ -23,7 +23,7 @@ class Status(Enum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """Mutable; owned by the scheduler from submission to its last delta."""
 
