@@ -52,19 +52,19 @@ class Engine:
         self.tokenizer = parts.tokenizer
         self._executor = parts.executor
         self._requests: dict[str, list[Request]] = {}
-        self._scheduler = build_scheduler(parts)
+        self.scheduler = build_scheduler(parts)
         self._intake = Intake(
             parts.info,
             parts.tokenizer,
-            pool_tokens=self._scheduler.pages.max_tokens,
+            pool_tokens=self.scheduler.pages.max_tokens,
             random_seed=parts.config.model.random_seed,
             stream_interval=schedule.stream_interval,
         )
         label = "cpu graph" if parts.info.server_args.get("device") == "cpu" else "cuda graph"
-        self._log = StepLog(self._scheduler, schedule.decode_log_interval, label)
-        self._outbox = Outbox(self._forget, self._scheduler.abort)
+        self._log = StepLog(self.scheduler, schedule.decode_log_interval, label)
+        self._outbox = Outbox(self._forget, self.scheduler.abort)
         depth = 1 if schedule.disable_overlap_schedule else parts.executor.depth
-        self._loop = Loop(self._scheduler, parts.executor, self._outbox, self._on_step, depth)
+        self._loop = Loop(self.scheduler, parts.executor, self._outbox, self._on_step, depth)
         self._task = asyncio.get_running_loop().create_task(self._loop.run(), name="treadle-loop")
         self._is_closing = False
 
@@ -97,13 +97,7 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """How busy it is now."""
-        return EngineLoad(
-            num_running_reqs=len(self._scheduler.running),
-            num_waiting_reqs=len(self._scheduler.waiting),
-            num_used_tokens=self._scheduler.pages.num_used_tokens,
-            max_total_num_tokens=self._scheduler.pages.max_tokens,
-            last_gen_throughput=self._log.gen_throughput,
-        )
+        return engine_load(self.scheduler, self._log.gen_throughput)
 
     async def is_healthy(self, timeout: float = 5.0) -> bool:
         """Whether the loop takes turns and the device thread lives. Makes no token."""
@@ -181,7 +175,7 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request; each choice's last delta says `abort`. Harmless for unknown ids."""
         for request in self._requests.get(request_id, ()):
-            self._scheduler.abort(request)
+            self.scheduler.abort(request)
         self._loop.wake()
 
     def abort_all(self) -> None:
@@ -196,7 +190,7 @@ class Engine:
         Raises: InvalidRequest, EngineClosed.
         """
         chosen = _params(params)
-        ids = (await self._prompt_ids([prompt]))[0]
+        ids = (await self._intake.prompt_ids([prompt]))[0]
         deltas: asyncio.Queue[RequestOutput] = asyncio.Queue()
         rid = self.submit(ids, chosen, deltas.put_nowait, request_id=request_id)
         left = chosen.n
@@ -230,7 +224,7 @@ class Engine:
             raise InvalidRequest(
                 f"{len(each)} sampling parameters for {len(prompts)} prompts", "sampling_params"
             )
-        prompt_ids = await self._prompt_ids(prompts)
+        prompt_ids = await self._intake.prompt_ids(prompts)
         gathered = Gathered(self)
         try:
             for index, ids in enumerate(prompt_ids):
@@ -247,16 +241,10 @@ class Engine:
         timeout: seconds to wait for that.
         Raises: NotIdle.
         """
-        deadline = asyncio.get_running_loop().time() + timeout
-        while not self._scheduler.is_idle:
-            # with nothing queued, only a step in flight is waited for: that takes no patience
-            if self._scheduler.has_work and asyncio.get_running_loop().time() >= deadline:
-                load = self.load()
-                raise NotIdle(
-                    f"{load.num_running_reqs} requests run and {load.num_waiting_reqs} wait"
-                )
-            await asyncio.sleep(0.002)
-        return self._scheduler.pages.flush()
+        if not await self._loop.wait_idle(timeout):
+            load = self.load()
+            raise NotIdle(f"{load.num_running_reqs} requests run, {load.num_waiting_reqs} wait")
+        return self.scheduler.pages.flush()
 
     async def shutdown(self, drain_s: float = 0.0) -> None:
         """Takes nothing new, lets running requests finish for a while, aborts the rest, closes.
@@ -273,16 +261,12 @@ class Engine:
         await self._executor.close()
         self._intake.close()
 
-    def check_integrity(self) -> None:
-        """Raises: AssertionError when a page, a slot or a request is lost."""
-        self._scheduler.check_integrity()
-
     def _queue(self, request: Request) -> None:
         if request.max_len == request.prompt_len:
             request.finish_reason = FinishReason("length")
             self._outbox.put((request,))  # nothing to compute
             return
-        dropped = self._scheduler.submit(request)
+        dropped = self.scheduler.submit(request)
         if dropped is not None:
             self._outbox.put((dropped,))
 
@@ -290,12 +274,7 @@ class Engine:
         """Ends the choices of a request that its caller is about to be told is not there."""
         for choice in choices:
             choice.sink = _nowhere
-            self._scheduler.abort(choice)
-
-    async def _prompt_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(await self.encode(texts) if texts else [])
-        return [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
+            self.scheduler.abort(choice)
 
     def _forget(self, request: Request) -> None:
         choices = self._requests.get(request.request_id)
@@ -306,7 +285,7 @@ class Engine:
 
     def _on_step(self, launch: Launch, result: StepResult) -> None:
         self._log.step(launch, int(result.num_accepted.sum()))
-        if not self._scheduler.has_work:
+        if not self.scheduler.has_work:
             self._log.idle()
 
 

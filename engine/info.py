@@ -32,7 +32,9 @@ class EngineLoad:
 
     num_running_reqs: int
     num_waiting_reqs: int
+    num_waiting_uncached_tokens: int  # prompt tokens that no step has been planned for
     num_used_tokens: int
+    num_total_tokens: int  # used and waiting
     max_total_num_tokens: int
     last_gen_throughput: float  # tokens a second
 

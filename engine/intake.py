@@ -52,6 +52,12 @@ class Intake:
             self._threads, tokenizer.encode, list(texts), add_special_tokens
         )
 
+    async def prompt_ids(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """Token ids of prompts that are text or ids already."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(await self.encode(texts, True) if texts else [])
+        return [next(encoded) if isinstance(p, str) else list(p) for p in prompts]
+
     async def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

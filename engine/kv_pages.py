@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from treadle.engine.page_pool import PagePool
+from treadle.engine.page_tables import PageTables
 from treadle.engine.radix_cache import RadixCache
 from treadle.engine.request import Request
-from treadle.graphs.step import KvGroup, PageTableUpdate
+from treadle.graphs.step import KvGroup
 
 GONE = -1  # place of a page that slid out of its group's window
 
@@ -30,7 +29,7 @@ class KvPages:
         self.pools = {group.name: PagePool(group) for group in groups}
         self.cache = cache
         self.last_step = 0  # number of the last launched step, as the scheduler says
-        self._updates = {name: _Updates() for name in self.pools}
+        self.tables = PageTables(self.pools)
 
     @property
     def max_tokens(self) -> int:
@@ -91,7 +90,7 @@ class KvPages:
         if self.cache is not None:
             self.cache.count_hit(request.node)
         for name, pages in request.pages.items():
-            self._updates[name].put(request.slot, 0, pages)
+            self.tables.put(name, request.slot, 0, pages)
 
     def missing(self, request: Request, length: int) -> int:
         """Pages to allocate before the request can hold this many tokens, over all groups."""
@@ -111,7 +110,7 @@ class KvPages:
         )
 
     def extend(self, request: Request, length: int) -> None:
-        """Gives the request pages for `length` tokens; the next `take_updates` tells of them.
+        """Gives the request pages for `length` tokens; the next step's page tables tell of them.
 
         Raises: OutOfPages; the caller made room before.
         """
@@ -119,10 +118,16 @@ class KvPages:
             held = request.pages[name]
             if len(held) * pool.group.page_size < length:
                 pages = self._allocate(pool, pool.pages_for(length) - len(held))
-                self._updates[name].put(request.slot, len(held), pages)
+                self.tables.put(name, request.slot, len(held), pages)
                 held += pages
 
-    def commit(self, request: Request) -> None:
+    def settle(self, request: Request, is_prefill: bool) -> None:
+        """A step of the request is done: its new tokens are computed."""
+        if is_prefill and self.cache is not None:
+            self._commit(request)
+        self._trim(request)
+
+    def _commit(self, request: Request) -> None:
         """Moves whole computed pages to the tree; where it has them already, ours are freed."""
         if self.cache is None:
             return
@@ -145,12 +150,12 @@ class KvPages:
             last = first + len(theirs)
             pool.release(held[first:last], self.last_step)
             held[first:last] = theirs
-            self._updates[name].put(request.slot, first, theirs)
+            self.tables.put(name, request.slot, first, theirs)
         self.cache.lock(found.node)
         self.cache.unlock(request.node)
         request.node, request.num_shared = found.node, end
 
-    def trim(self, request: Request) -> None:
+    def _trim(self, request: Request) -> None:
         """Releases pages that no later query of the request can see.
 
         Steps up to `num_computed` are done on the device, so nothing in flight reads them.
@@ -172,11 +177,11 @@ class KvPages:
         keep: whether its computed pages may be found by later requests.
         """
         if keep:
-            self.commit(request)
+            self._commit(request)
         for name, pool in self.pools.items():
             own = request.pages[name][request.num_shared // pool.group.page_size :]
             pool.release([page for page in own if page != GONE], self.last_step)
-            self._updates[name].drop(request.slot)
+        self.tables.drop(request.slot)
         if self.cache is not None:
             self.cache.unlock(request.node)
         request.pages, request.node, request.num_shared = {}, None, 0
@@ -189,12 +194,6 @@ class KvPages:
         pages = self.cache.clear().tolist()
         pool.release(pages, self.last_step)
         return len(pages) * pool.group.page_size
-
-    def take_updates(self) -> dict[str, PageTableUpdate]:
-        """Page-table entries since the last call, by group; groups without any are left out."""
-        return {
-            name: updates.take() for name, updates in self._updates.items() if not updates.is_empty
-        }
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raises: AssertionError when a page or a lock is lost, shared or counted twice."""
@@ -209,58 +208,22 @@ class KvPages:
             self.cache.check_integrity()
             assert running or not self.cache.protected_pages, "a lock outlived its request"
 
-    def is_whole_when_idle(self) -> bool:
-        """Whether every page is free or the tree's, by count; meant for an idle engine."""
-        owned = self.cache.evictable_pages + self.cache.protected_pages if self.cache else 0
-        return all(
-            pool.num_free + owned == pool.group.pages for pool in self.pools.values()
-        ) and not (self.cache and self.cache.protected_pages)
+    def heal(self) -> bool:
+        """Starts over with empty pools and an empty tree if pages were lost; whether they were.
 
-    def rebuild(self) -> None:
-        """Starts over with empty pools and an empty tree; nothing may run or be in flight."""
+        Counts only; the engine must be idle.
+        """
+        owned = self.cache.evictable_pages + self.cache.protected_pages if self.cache else 0
+        is_whole = all(p.num_free + owned == p.group.pages for p in self.pools.values())
+        if is_whole and not (self.cache and self.cache.protected_pages):
+            return False
         self.pools = {name: PagePool(pool.group) for name, pool in self.pools.items()}
-        self._updates = {name: _Updates() for name in self.pools}
-        if self.cache is not None:
-            self.cache = self.cache.renewed()
+        self.tables = PageTables(self.pools)
+        self.cache = self.cache.renewed() if self.cache else None
+        return True
 
     def _allocate(self, pool: PagePool, count: int) -> list[int]:
         short = count - pool.num_free
         if short > 0 and self.cache is not None:
             pool.release(self.cache.evict(short).tolist(), self.last_step)
         return pool.allocate(count)
-
-
-class _Updates:
-    """Page-table entries of one group on their way to the device."""
-
-    def __init__(self) -> None:
-        self._slots: list[int] = []
-        self._indices: list[int] = []
-        self._pages: list[int] = []
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._pages
-
-    def put(self, slot: int, first: int, pages: Sequence[int]) -> None:
-        if len(pages) == 1:  # a decode row, many times a step
-            self._slots.append(slot)
-            self._indices.append(first)
-            self._pages.append(pages[0])
-            return
-        self._slots += [slot] * len(pages)
-        self._indices += range(first, first + len(pages))
-        self._pages += pages
-
-    def drop(self, slot: int) -> None:
-        """Forgets what was meant for a slot whose request is gone."""
-        if slot in self._slots:
-            keep = [place for place, other in enumerate(self._slots) if other != slot]
-            self._slots = [self._slots[place] for place in keep]
-            self._indices = [self._indices[place] for place in keep]
-            self._pages = [self._pages[place] for place in keep]
-
-    def take(self) -> PageTableUpdate:
-        columns = (self._slots, self._indices, self._pages)
-        self._slots, self._indices, self._pages = [], [], []
-        return PageTableUpdate(*(np.array(column, dtype=np.int32) for column in columns))

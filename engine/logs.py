@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
+from treadle.engine.info import EngineLoad
 from treadle.engine.planner import Launch
 from treadle.engine.scheduler import Scheduler
 
@@ -69,3 +70,17 @@ class StepLog:
             len(self._scheduler.running), self._scheduler.pages.num_used_tokens, self._usage(),
             self._graph_label, self.gen_throughput, len(self._scheduler.waiting),
         )  # fmt: skip
+
+
+def engine_load(scheduler: Scheduler, gen_throughput: float) -> EngineLoad:
+    """The same counts for whoever asks."""
+    used, pending = scheduler.pages.num_used_tokens, scheduler.num_pending_tokens
+    return EngineLoad(
+        num_running_reqs=len(scheduler.running),
+        num_waiting_reqs=len(scheduler.waiting),
+        num_waiting_uncached_tokens=pending,
+        num_used_tokens=used,
+        num_total_tokens=used + pending,
+        max_total_num_tokens=scheduler.pages.max_tokens,
+        last_gen_throughput=gen_throughput,
+    )

@@ -54,6 +54,18 @@ class Loop:
         self._is_closed = True
         self.wake()
 
+    async def wait_idle(self, timeout: float) -> bool:
+        """Whether nothing waits, runs or is in flight, within `timeout` seconds.
+
+        With nothing queued only a step in flight is waited for, and that takes no patience.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not self._scheduler.is_idle:
+            if self._scheduler.has_work and asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.002)
+        return True
+
     async def run(self) -> None:
         while True:
             self.heartbeat += 1

@@ -100,7 +100,7 @@ class Planner:
             max_len=_int32([r.num_scheduled for r in requests]),
             samples=np.array([row.samples for row in rows], dtype=np.bool_),
             token_ids=_host_tokens(rows),
-            page_updates=self._pages.take_updates(),
+            page_updates=self._pages.tables.take(),
             slot_init=slot_init,
             sampling=SamplingBatch(
                 np.array(temperature, dtype=np.float32), all_greedy=not any(temperature)

@@ -138,9 +138,7 @@ class Scheduler:
                 continue  # ended or started anew meanwhile: nobody ever sees its token
             if request.status is Status.RUNNING:
                 request.num_computed += row.q_len
-                if row.from_host:
-                    self.pages.commit(request)
-                self.pages.trim(request)
+                self.pages.settle(request, row.from_host)
             if row.samples:
                 request.num_in_flight -= 1
                 request.token_ids.append(token)
@@ -179,9 +177,8 @@ class Scheduler:
 
     def heal_when_idle(self) -> None:
         """Finds lost pages by count and starts over with whole pools; the server lives on."""
-        if self.is_idle and not self.pages.is_whole_when_idle():
+        if self.is_idle and self.pages.heal():
             logger.error("KV pages were lost; the pools and the prefix cache are made anew")
-            self.pages.rebuild()
 
     def _admit(self, decoding: Sequence[Request], reserved: int) -> None:
         """Starts waiting requests in the policy's order until one doesn't fit."""

@@ -32,7 +32,7 @@ def rms_norm(
     The quotient is rounded to x's dtype before the multiplication, as Llama does.
     """
     kind = host.kind(x)
-    tokens, *heads, dim = x.shape
+    *leading, dim = x.shape
     stride, *inner = x.stride()
     is_dense = inner == [1] or inner == [dim, 1]
     if _rms_norm is None or kind is None or not is_dense or weight.dtype is not x.dtype:
@@ -43,8 +43,8 @@ def rms_norm(
         x.data_ptr(),
         weight.data_ptr(),
         out.data_ptr(),
-        tokens,
-        heads[0] if heads else 1,
+        leading[0],
+        leading[1] if len(leading) == 2 else 1,
         dim,
         stride,
         eps,

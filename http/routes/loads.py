@@ -55,7 +55,7 @@ async def get_load(request: web.Request) -> web.Response:
                 "dp_rank": 0,
                 "num_reqs": load.num_running_reqs + load.num_waiting_reqs,
                 "num_waiting_reqs": load.num_waiting_reqs,
-                "num_tokens": load.num_used_tokens,
+                "num_tokens": load.num_total_tokens,
             }
         ]
     )

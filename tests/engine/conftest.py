@@ -27,4 +27,4 @@ async def make_engine() -> AsyncIterator[EngineFactory]:
     yield make
     for engine in made:
         await engine.shutdown()
-        engine.check_integrity()
+        engine.scheduler.check_integrity()

@@ -163,4 +163,4 @@ async def test_shutdown_without_patience_aborts() -> None:
         await asyncio.sleep(0)
     await engine.shutdown()
     assert (await running).finish_reason.type == "abort"
-    engine.check_integrity()
+    engine.scheduler.check_integrity()

@@ -251,7 +251,7 @@ class Story:
             for _ in range(self.rng.randint(0, 6)):
                 await asyncio.sleep(0)
         await self.engine.shutdown(drain_s=30)
-        self.engine.check_integrity()
+        self.engine.scheduler.check_integrity()
         for rid, prompt in self.prompts.items():
             assert len(self.ends[rid]) == 1, f"{rid} ended {self.ends[rid]}"
             assert self.ends[rid] == ["length"] or rid in self.aborted, "a step failed"

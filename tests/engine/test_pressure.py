@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fake_engine import EOS, capacity, expected_tokens
+
 from treadle.engine import (
     Engine,
     InvalidRequest,
@@ -119,7 +120,7 @@ async def test_full_queue_refuses_and_says_how_full(make_engine: MakeEngine) -> 
     for got in [running, *waiting]:
         assert (await ended(got)).finish_reason is not None
     assert (await engine.generate([3], SamplingParams(5))).completion_tokens
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
 
 
 async def test_full_queue_drops_its_least_important_for_a_better_one(
@@ -209,12 +210,12 @@ async def test_lost_page_is_found_at_idle_and_the_server_lives_on(
     engine = make_engine()
     prompt = list(range(50))
     await engine.generate(prompt, SamplingParams(4, ignore_eos=True))
-    (pool,) = engine._scheduler.pages.pools.values()
+    (pool,) = engine.scheduler.pages.pools.values()
     pool.allocate(3)
     answer = await engine.generate(prompt, SamplingParams(4, ignore_eos=True))
     assert answer.token_ids == expected_tokens(prompt, 4)
     await engine.is_healthy()
     assert "KV pages were lost" in caplog.text
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     answer = await engine.generate(prompt, SamplingParams(4, ignore_eos=True))
     assert answer.token_ids == expected_tokens(prompt, 4)

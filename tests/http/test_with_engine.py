@@ -63,7 +63,7 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Running]:
         await asyncio.sleep(0.002)
     load = engine.load()
     assert (load.num_running_reqs, load.num_waiting_reqs) == (0, 0)
-    engine.check_integrity()
+    engine.scheduler.check_integrity()
     await engine.shutdown()
 
 

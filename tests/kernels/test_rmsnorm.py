@@ -73,3 +73,11 @@ def test_rms_norm_strided_features_still_right(dtype: torch.dtype) -> None:
     out = rmsnorm.rms_norm(x, weight, 1e-5)
     want = reference.rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(out.double(), want, rtol=TOLERANCE[dtype], atol=1e-30)
+
+
+@pytest.mark.parametrize("shape", [(48,), (2, 3, 4, 48)])
+def test_rms_norm_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape), torch.randn(48)
+    out = rmsnorm.rms_norm(x, weight, 1e-5)
+    want = reference.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=1e-30)

@@ -122,7 +122,7 @@ class FakeEngine:
         return self.healthy
 
     def load(self) -> EngineLoad:
-        return EngineLoad(self.num_running, 0, 7, 1000, 12.5)
+        return EngineLoad(self.num_running, 0, 0, 7, 7, 1000, 12.5)
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from fake_engine import ByteTokenizer
+
 from treadle.engine.config import EngineConfig
 from treadle.engine.info import EngineInfo, Parts
 from treadle.graphs.device import HostDevice
@@ -63,7 +64,7 @@ def tiny_parts(
         v.fill_(torch.nan)
     runner = RecordingRunner(decoder, memory, capacity, device, depth)
     info = EngineInfo(
-        served_model_name="tiny", model_path="tiny", tokenizer_path="tiny", architectures=("Llama",),
+        served_model_name="tiny", model_path="tiny", tokenizer_path="tiny", architectures=(),
         model_type="llama", max_model_len=SPEC.max_position, vocab_size=VOCAB, created=1,
         version="0", server_args={"device": "cpu"},
     )  # fmt: skip
