@@ -17,7 +17,7 @@ from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFu
 from treadle.engine.gather import Gathered
 from treadle.engine.info import EngineLoad, Parts
 from treadle.engine.intake import Intake
-from treadle.engine.logs import StepLog
+from treadle.engine.logs import StepLog, engine_load
 from treadle.engine.loop import Loop
 from treadle.engine.options import RequestOptions
 from treadle.engine.outbox import Outbox

@@ -105,8 +105,8 @@ class RadixCache:
 
         It counts as used now. A node is split if the prefix ends inside.
         """
-        whole = _whole_pages(tokens, limit, self._page_bytes)
-        path, partial, common = self._descend(self._root, whole, namespace)
+        wanted = tokens[: max(limit, 0) * TOKEN_BYTES]
+        path, partial, common = self._descend(self._root, wanted, namespace)
         if partial is not None:
             path.append(self._split(partial, common))
         now = self._tick()
@@ -120,8 +120,8 @@ class RadixCache:
 
     def peek(self, tokens: bytes, namespace: Namespace, limit: int) -> int:
         """Tokens that `match` would find; changes nothing."""
-        whole = _whole_pages(tokens, limit, self._page_bytes)
-        path, _, common = self._descend(self._root, whole, namespace)
+        wanted = tokens[: max(limit, 0) * TOKEN_BYTES]
+        path, _, common = self._descend(self._root, wanted, namespace)
         return (path[-1].end if path else 0) + common // TOKEN_BYTES
 
     def count_hit(self, node: Node) -> None:
@@ -260,7 +260,10 @@ class RadixCache:
     def _descend(
         self, node: Node, tokens: bytes, namespace: Namespace
     ) -> tuple[list[Node], Node | None, int]:
-        """The nodes below `node` that `tokens` covers, then one of which it covers some bytes."""
+        """The nodes below `node` that `tokens` covers, then one of which it covers some pages.
+
+        The last number is the size of those in bytes. An incomplete last page finds nothing.
+        """
         path: list[Node] = []
         size = self._page_bytes
         offset = 0
@@ -327,12 +330,6 @@ def _below(root: Node) -> Iterator[Node]:
         node = stack.pop()
         stack.extend(node.children.values())
         yield node
-
-
-def _whole_pages(tokens: bytes, limit: int, size: int) -> bytes:
-    """The whole pages, of `size` bytes, among the first `limit` tokens."""
-    end = min(max(limit, 0) * TOKEN_BYTES, len(tokens))
-    return tokens[: end - end % size]
 
 
 def _common_bytes(tokens: bytes, other: bytes, size: int) -> int:

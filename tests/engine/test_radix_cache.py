@@ -303,13 +303,15 @@ def test_hits_count_admitted_requests_along_the_path() -> None:
     cache = make_cache(policy="lfu")
     put(cache, [1, 2], 10)
     put(cache, [3], 30)
+    parent = cache.match(encode([1]), SPACE, 1).node
     node = cache.match(encode([1, 2]), SPACE, 2).node
     cache.count_hit(node)
     cache.match(encode([3]), SPACE, 1)
     cache.match(encode([3]), SPACE, 1)
     cache.check_integrity()
     assert cache.evict(1).tolist() == [30]
-    assert (node.hits, cached(cache, [1, 2])) == (2, [10, 11])
+    assert cached(cache, [1, 2]) == [10, 11]
+    assert (node.parent, parent.hits, node.hits) == (parent, 2, 2)
 
 
 def test_priority_of_a_path_is_its_highest() -> None:
