@@ -43,7 +43,6 @@ def build_scheduler(parts: Parts) -> Scheduler:
         by_priority=schedule.retraction_policy == "priority",
         preempts=schedule.enable_priority_scheduling and not schedule.disable_priority_preemption,
         threshold=schedule.priority_scheduling_preemption_threshold,
-        importance=policy.importance,
     )
     rules = Rules(
         limits=limits,

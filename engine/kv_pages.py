@@ -9,6 +9,7 @@ the node where its shared part ends.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 from treadle.engine.page_pool import PagePool
@@ -66,7 +67,7 @@ class KvPages:
 
     def admit(self, request: Request) -> None:
         """Locks the request's cached prefix; it holds no pages of its own yet."""
-        request.pages = {name: [] for name in self.pools}
+        request.pages = {name: array("i") for name in self.pools}
         request.num_shared = 0
         if self.cache is not None:
             limit = len(request.token_ids) - 1
@@ -75,7 +76,7 @@ class KvPages:
             request.node = found.node
             request.num_shared = found.num_tokens
             (name,) = self.pools
-            request.pages[name] = found.pages.tolist()
+            request.pages[name] = found.pages
         request.num_cached = request.num_computed = request.num_scheduled = request.num_shared
 
     def withdraw(self, request: Request) -> None:
@@ -143,9 +144,9 @@ class KvPages:
             held[first:last],
             request.namespace,
             after=request.node,
-            priority=request.priority or 0,
+            priority=request.importance,
         )
-        theirs = found.pages.tolist()
+        theirs = found.pages
         if theirs:
             last = first + len(theirs)
             pool.release(held[first:last], self.last_step)
@@ -168,7 +169,7 @@ class KvPages:
             first_visible = max(0, request.num_computed - window + 1) // pool.group.page_size
             gone = [page for page in held[:first_visible] if page != GONE]
             if gone:
-                held[:first_visible] = [GONE] * first_visible
+                held[:first_visible] = array("i", [GONE]) * first_visible
                 pool.release(gone, last_step=0)
 
     def release(self, request: Request, keep: bool) -> None:
@@ -191,7 +192,7 @@ class KvPages:
         if self.cache is None:
             return 0
         (pool,) = self.pools.values()
-        pages = self.cache.clear().tolist()
+        pages = self.cache.clear()
         pool.release(pages, self.last_step)
         return len(pages) * pool.group.page_size
 
@@ -222,8 +223,8 @@ class KvPages:
         self.cache = self.cache.renewed() if self.cache else None
         return True
 
-    def _allocate(self, pool: PagePool, count: int) -> list[int]:
+    def _allocate(self, pool: PagePool, count: int) -> array[int]:
         short = count - pool.num_free
         if short > 0 and self.cache is not None:
-            pool.release(self.cache.evict(short).tolist(), self.last_step)
+            pool.release(self.cache.evict(short), self.last_step)
         return pool.allocate(count)

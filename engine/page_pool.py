@@ -9,6 +9,7 @@ nobody, and such a user only gets pages whose last step is complete.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class PagePool:
 
     def __init__(self, group: KvGroup) -> None:
         self.group = group
-        self._free = list(range(group.pages - 1, -1, -1))  # popped from the end: low ids first
+        # taken from the end: low ids first; ids travel as arrays, which copy by memcpy
+        self._free = array("i", range(group.pages - 1, -1, -1))
         self._references = [0] * group.pages
         self._last_step = [0] * group.pages  # number of the last step that may touch the page
         self._fences: dict[int, int] = {}  # page -> fences on it
@@ -49,7 +51,7 @@ class PagePool:
         """Pages that hold this many tokens."""
         return -(-num_tokens // self.group.page_size)
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> array[int]:
         """Takes pages for a step, each with one reference.
 
         Raises: OutOfPages.
@@ -62,7 +64,7 @@ class PagePool:
             self._references[page] = 1
         return taken
 
-    def allocate_fenced(self, count: int, completed_step: int) -> tuple[list[int], Fence]:
+    def allocate_fenced(self, count: int, completed_step: int) -> tuple[array[int], Fence]:
         """Takes pages for a user outside the step sequence, with one reference and a fence.
 
         completed_step: every step up to this number is done on the device.
@@ -71,9 +73,9 @@ class PagePool:
         idle = [page for page in self._free if self._last_step[page] <= completed_step]
         if count > len(idle):
             raise OutOfPages(f"{count} idle pages asked for, {len(idle)} free and idle")
-        taken = idle[len(idle) - count :]
+        taken = array("i", idle[len(idle) - count :])
         chosen = set(taken)
-        self._free = [page for page in self._free if page not in chosen]
+        self._free = array("i", (page for page in self._free if page not in chosen))
         for page in taken:
             self._references[page] = 1
         return taken, self.fence(taken)

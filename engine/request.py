@@ -46,11 +46,12 @@ class Request:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     is_abort_wanted: bool = False
+    importance: int = 0  # more is more; the same for all without priorities
     arrival_order: int = 0  # rises with every submission; survives retraction
     num_retractions: int = 0
     epoch: int = 0  # rows launched under an older epoch are dropped
     slot: int = -1
-    pages: dict[str, list[int]] = field(default_factory=dict)  # by KV group
+    pages: dict[str, array[int]] = field(default_factory=dict)  # by KV group
     node: Any = None  # the prefix tree's node that this request has locked
     num_shared: int = 0  # leading tokens whose pages belong to the tree
     num_cached: int = 0  # tokens whose KV was there at the last admission

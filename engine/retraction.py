@@ -18,9 +18,6 @@ logger = logging.getLogger("treadle")
 
 MAX_RETRACTIONS = 3  # beyond it a request is chosen only when no other is left
 
-Importance = Callable[[Request], int]
-"""How important a request is; more is more."""
-
 
 @dataclass(frozen=True, slots=True)
 class RetractionRules:
@@ -30,7 +27,6 @@ class RetractionRules:
     by_priority: bool
     preempts: bool
     threshold: int
-    importance: Importance
 
     @property
     def keeps_kv(self) -> bool:
@@ -46,7 +42,7 @@ class RetractionRules:
         """
         if not running:
             return []
-        ranks = {r: self.importance(r) if self.by_priority else 0 for r in running}
+        ranks = {r: r.importance if self.by_priority else 0 for r in running}
         if self.order == "sglang":
             key = {r: (rank, r.num_generated, -r.prompt_len) for r, rank in ranks.items()}
             return sorted(running, key=key.__getitem__)[:-1]
@@ -62,9 +58,9 @@ class RetractionRules:
         """
         if not self.preempts:
             return []
-        rank = self.importance(candidate)
-        less = [r for r in running if rank - self.importance(r) > self.threshold]
-        less.sort(key=lambda r: (self.importance(r), -r.arrival_order))
+        rank = candidate.importance
+        less = [r for r in running if rank - r.importance > self.threshold]
+        less.sort(key=lambda r: (r.importance, -r.arrival_order))
         chosen: list[Request] = []
         for request in less:
             chosen.append(request)

@@ -40,9 +40,9 @@ class WaitingQueue:
         """
         if self._max_requests is None or len(self._requests) < self._max_requests:
             return None
-        importance = self._policy.importance
-        least = min(self._requests, key=lambda r: (importance(r), -r.arrival_order))
-        if not self._drops_less_important or importance(least) >= importance(request):
+        least = min(self._requests, key=lambda r: (r.importance, -r.arrival_order))
+        mine = self._policy.importance(request)
+        if not self._drops_less_important or least.importance >= mine:
             raise QueueFull(
                 f"the request queue is full: {self._max_requests} requests wait already"
             )
@@ -51,6 +51,7 @@ class WaitingQueue:
     def put(self, request: Request) -> None:
         self._arrivals += 1
         request.arrival_order = self._arrivals
+        request.importance = self._policy.importance(request)
         self._requests[request] = None
 
     def put_back(self, request: Request) -> None:

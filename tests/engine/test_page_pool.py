@@ -56,7 +56,7 @@ def test_released_page_is_parked_until_its_fences_lift() -> None:
     p.lift(first)
     assert p.num_free == 0
     p.lift(second)
-    assert p.allocate(1) == [page]
+    assert list(p.allocate(1)) == [page]
 
 
 def test_fence_on_a_held_page_does_not_free_it() -> None:

@@ -250,11 +250,27 @@ def test_a_prompt_that_ends_at_the_threshold_has_nothing_to_wait_for(arrive: Arr
     assert policy("lpm", Cache()).order([a, b, c], ()) == [a, b, c]
 
 
-def test_prefix_cached_beyond_the_threshold_never_waits(arrive: Arrivals) -> None:
+@pytest.mark.parametrize(("cached", "waits"), [(SHARED_TOKENS, True), (SHARED_TOKENS + 1, False)])
+def test_prefix_cached_beyond_the_threshold_never_waits(
+    arrive: Arrivals, cached: int, waits: bool
+) -> None:
     cache = Cache()
-    cache.add([1] * (SHARED_TOKENS + 1))
-    a, b = arrive([1] * 33 + [2] * 60), arrive([1] * 33 + [2] * 60)
-    assert policy("lpm", cache).order([a, b], ()) == [a, b]
+    cache.add([1] * cached)
+    a, b, c = (arrive([token] * 60) for token in (1, 1, 2))
+    assert policy("lpm", cache).order([a, b, c], ()) == ([a, c, b] if waits else [a, b, c])
+
+
+def test_equal_prompts_of_different_namespaces_do_not_wait(arrive: Arrivals) -> None:
+    a, b, c = (arrive(prompt(1), namespace=space) for space in ("x", "y", "x"))
+    d = arrive(prompt(2))
+    assert policy("lpm", Cache()).order([a, b, c, d], ()) == [a, b, d, c]
+
+
+def test_the_last_token_of_a_cached_prompt_does_not_count(arrive: Arrivals) -> None:
+    cache = Cache()
+    cache.add([1] * 50)
+    a, b, c = arrive([1] * 48 + [2] * 9), arrive([1] * 49 + [2] * 9), arrive([1] * 50)
+    assert policy("lpm", cache).order([a, b, c], ()) == [b, c, a]
 
 
 def test_the_most_important_of_those_that_share_goes_ahead(arrive: Arrivals) -> None:

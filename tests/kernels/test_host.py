@@ -21,6 +21,11 @@ from treadle.kernels.paged_attention import AttentionMeta
 BUILDS = dict(host._BUILDS)
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TREADLE_HOST_KERNELS", raising=False)
+
+
 def library_path(build: str) -> Path:
     return Path(host.__file__).with_name(build + sysconfig.get_config_var("EXT_SUFFIX"))
 
@@ -31,8 +36,12 @@ def use_build(
 ) -> Callable[[ModuleType, str], None]:
     """Makes a module's kernel call one of the builds."""
     build: str = request.param
-    if not library_path(build).exists() or not BUILDS[build] <= host._cpu_flags():
-        pytest.skip(f"{build} is not built, or not for this CPU")
+    if (
+        host.LIBRARY is None
+        or not library_path(build).exists()
+        or not BUILDS[build] <= host._cpu_flags()
+    ):
+        pytest.skip(f"{build} is not built, not for this CPU, or switched off")
     library = ctypes.CDLL(str(library_path(build)))
 
     def use(module: ModuleType, name: str) -> None:
