@@ -83,10 +83,12 @@ def _first(ladder: Iterator[Change], attempt: Attempt) -> Change | None:
         if resolved is None:
             continue
         now = resolved.values()
-        if change.get("max_total_tokens", 0) > now["max_total_tokens"]:
+        if any(value is not None and now[name] < value for name, value in change.items()):
             continue  # it would be lowered
+        is_alone = len(change) == 1
         chosen = {
-            name: now[name] if change == {name: None} else value for name, value in change.items()
+            name: now[name] if is_alone or value is not None else None
+            for name, value in change.items()
         }
         if attempt(chosen):
             return chosen

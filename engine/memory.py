@@ -125,21 +125,24 @@ class Equation:
         )
 
 
-def graph_bytes(facts: ModelFacts, decode_rows: int, step_tokens: int) -> int:
-    """Set aside for captured graphs; a host's recordings take none."""
+def graph_bytes(facts: ModelFacts, decode_rows: int, prefill_tokens: int) -> int:
+    """Set aside for captured graphs of up to so many; a host's recordings take none."""
     if facts.is_host:
         return 0
-    ladder = (len(range(a, min(b, step_tokens) + 1, step)) for a, b, step in _PREFILL_LADDER)
+    ladder = (len(range(a, min(b, prefill_tokens) + 1, step)) for a, b, step in _PREFILL_LADDER)
     return decode_rows * _BYTES_PER_DECODE_GRAPH_ROW + sum(ladder) * _BYTES_PER_PREFILL_GRAPH
 
 
-def automatic_fraction(facts: ModelFacts, work: Work, graphs: int) -> float:
-    """Share of the total for weights and KV: what activations, graphs and a reserve leave."""
+def automatic_fraction(facts: ModelFacts, work: Work, prefill_tokens: int, graphs: int) -> float:
+    """Share of the total for weights and KV: what activations, graphs and a reserve leave.
+
+    prefill_tokens: of a usual step; `work` is the largest one. graphs: bytes.
+    """
     needed = work.activation_bytes(facts) + work.table_bytes + graphs
     if facts.is_host:
         reserved = needed + min(_HOST_BASE_BYTES, facts.free_bytes // 8)
     else:
-        tokens = max(work.step_tokens, _MIN_STEP_TOKENS)
+        tokens = max(prefill_tokens, _MIN_STEP_TOKENS)
         reserved = _BASE_BYTES + tokens * _BYTES_PER_STEP_TOKEN + graphs
         if facts.capacity_bytes > _LARGE_GPU_BYTES:
             reserved = max(reserved, _LARGE_GPU_RESERVE_BYTES)

@@ -68,6 +68,10 @@ class QueuePolicy:
         """Whether `order` always gives the order of arrival."""
         return self.name == "fcfs" and not self._uses_priority
 
+    def use_cache(self, cache: PrefixCache) -> None:
+        """From now on another tree is asked: the old one was given up."""
+        self._matches, self._basis = _Matches(cache), None
+
     def importance(self, request: Request) -> int:
         """More is more; the same for all where priorities don't count."""
         if not self._uses_priority:

@@ -110,28 +110,29 @@ class _Solver:
         self._pick("context_length", self._config.model.context_length, context, "the model's")
         page = self._pick("page_size", memory.page_size, 1, "shares prefixes to the token")
         chunk = self._chunk()
-        step_tokens = chunk if chunk > 0 else max(schedule.max_prefill_tokens, context)
+        usual = chunk if chunk > 0 else schedule.max_prefill_tokens
+        largest = chunk if chunk > 0 else max(usual, context)
         decode_rows = tier_of(facts.capacity_bytes).decode_rows
         rows = schedule.max_running_requests or (HOST_MAX_RUNNING if facts.is_host else decode_rows)
-        graphs = graph_bytes(facts, min(rows, decode_rows), step_tokens)
-        expected = Work(step_tokens, rows, pages_per_row=-(-context // page))
+        graphs = graph_bytes(facts, min(rows, decode_rows), usual)
+        expected = Work(largest, rows, pages_per_row=-(-context // page))
         fraction = self._pick(
             "mem_fraction_static",
             memory.mem_fraction_static,
-            automatic_fraction(facts, expected, graphs),
+            automatic_fraction(facts, expected, usual, graphs),
             f"what activations{'' if facts.is_host else ', graphs'} and a reserve leave",
         )
         tokens = self._pool_tokens(fraction, page, context)
         pool_bytes = tokens * facts.bytes_per_token
         running = self._running(tokens, context, rows_beside(facts, pool_bytes, graphs, expected))
-        work = Work(step_tokens, running, expected.pages_per_row)
+        work = Work(largest, running, expected.pages_per_row)
         equation = Equation(
             facts.total_bytes,
             facts.weight_bytes,
             kv_bytes(facts, tokens, page, work),
             work.activation_bytes(facts),
             graphs,
-            step_tokens,
+            largest,
         )
         self._check(equation, running)
         found: dict[str, Any] = {

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import triton_interpreter  # noqa: F401  (says how Triton runs before anything imports it)
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
 from torch import Tensor
+
+from treadle.kernels.linear import linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,4 +20,4 @@ class Linear:
     bias: Tensor | None = None  # [out]
 
     def __call__(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)

@@ -74,22 +74,22 @@ def test_automatic_fraction_of_a_gpu_is_sglangs(gigabytes: int, chunk: int, rows
     if total > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     of = facts(capacity_bytes=total * MIB, free_bytes=(total - 2048) * MIB, weight_bytes=2048 * MIB)
-    found = automatic_fraction(of, Work(chunk, rows, 100), graphs * MIB)
+    found = automatic_fraction(of, Work(chunk, rows, 100), chunk, graphs * MIB)
     assert found == round((total - reserved) / total, 3)
 
 
 def test_automatic_fraction_leaves_room_for_what_the_model_really_needs() -> None:
     hungry = facts(step_bytes_per_token=4 * MIB)
-    work = Work(8192, 256, 8192)
-    reserved = (1 - automatic_fraction(hungry, work, GB)) * hungry.total_bytes
+    work = Work(8192, 256, 8_000_000)
+    reserved = (1 - automatic_fraction(hungry, work, 2048, GB)) * hungry.total_bytes
     assert reserved >= work.activation_bytes(hungry) + work.table_bytes + GB
 
 
-@pytest.mark.parametrize("free", [100 * MIB, 4 * GB, 60 * GB])
+@pytest.mark.parametrize("free", [200 * MIB, 4 * GB, 60 * GB])
 def test_automatic_fraction_of_a_host_leaves_activations_and_a_reserve(free: int) -> None:
     host = facts(is_host=True, free_bytes=free, step_bytes_per_token=100, step_bytes_per_row=1000)
-    work = Work(512, 256, 64)
-    left = (1 - automatic_fraction(host, work, 0)) * host.total_bytes
+    work = Work(512, 256, 100_000)
+    left = (1 - automatic_fraction(host, work, 512, 0)) * host.total_bytes
     needed = work.activation_bytes(host) + work.table_bytes
     slack = left - needed - min(512 * MIB, free // 8)
     assert 0 <= slack <= host.total_bytes / 1000 + 1

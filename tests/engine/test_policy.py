@@ -341,6 +341,17 @@ def test_answers_are_remembered_until_something_changes(arrive: Arrivals) -> Non
     assert cache.num_asked == 42
 
 
+def test_a_new_tree_is_asked_instead_of_the_old(arrive: Arrivals) -> None:
+    old, new = Cache(), Cache()
+    old.add(prompt(1))
+    new.add(prompt(2))  # as many nodes and pages as the old one
+    a, b = arrive(prompt(1, 9)), arrive(prompt(2, 9))
+    chosen = policy("lpm", old)
+    assert chosen.order([a, b], ()) == [a, b]
+    chosen.use_cache(new)
+    assert chosen.order([a, b], ()) == [b, a]
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(POLICIES),

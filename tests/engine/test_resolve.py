@@ -80,12 +80,25 @@ def test_pool_below_one_context_is_warned_of() -> None:
 def test_automatic_gpu_gets_all_that_fits_and_sglangs_figures() -> None:
     found = resolved(gpu())
     assert found.chunked_prefill_size == 8192
-    # 0.5 + 12 + 0.125 + 0.5 + 62 x 8 / 1024 GB set aside
-    assert found.mem_fraction_static == round(1 - 13.6094 / 80, 3)
+    # 0.5 + 12 + 0.125 + 0.5 + 58 x 8 / 1024 GB set aside
+    assert found.mem_fraction_static == round(1 - 13.578 / 80, 3)
     pool = found.max_total_tokens
     assert abs(pool - (found.mem_fraction_static * 80 - 15) * 8192) <= 2
     assert found.max_running_requests == 2048
     assert found.equation.reserve > 5 * GB
+
+
+@pytest.mark.parametrize(("chunk", "step"), [(-1, 131072), (300, 300), (None, 8192)])
+def test_activations_are_those_of_the_largest_step(chunk: int | None, step: int) -> None:
+    found = resolved(gpu(141), chunked_prefill_size=chunk, max_running_requests=10)
+    assert found.equation.step_tokens == step
+    assert found.equation.activations == step * 150_000 + 10 * 128256 * 14
+
+
+def test_whole_prompts_set_aside_what_sglang_does_for_its_token_limit() -> None:
+    found = resolved(gpu(141, max_position=8192), chunked_prefill_size=-1)
+    # 0.5 + 24 + 0.125 + 0.5 + 74 x 8 / 1024 GB
+    assert found.mem_fraction_static == round(1 - 25.703 / 141, 3)
 
 
 def test_many_rows_are_not_promised_beside_a_large_vocabulary() -> None:

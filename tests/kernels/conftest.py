@@ -6,10 +6,15 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import triton_interpreter
 
 from treadle.kernels import host
+
+if triton_interpreter.HAS_TRITON and triton_interpreter.IS_INTERPRETED:
+    triton_interpreter.mend()
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +42,21 @@ def implementation(
         return compiled
 
     return pick
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter"),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def gpu_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a Triton kernel runs: the interpreter on a CPU, or a GPU."""
+    if not triton_interpreter.HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    if request.param == "cuda" and triton_interpreter.IS_INTERPRETED:
+        pytest.skip("no CUDA device: the kernels are interpreted")
+    if request.param == "cpu" and not triton_interpreter.IS_INTERPRETED:
+        pytest.skip("the kernels are compiled in this process; TRITON_INTERPRET=1 interprets them")
+    with np.errstate(all="ignore"):  # a device overflows without a word
+        yield torch.device(request.param)

@@ -159,5 +159,5 @@ def test_switch_and_a_single_openmp_runtime(switch: str) -> None:
         check=True,
     )
     loaded, runtimes = run.stdout.split()
-    assert loaded == str(switch == "1" and host.LIBRARY is not None)
+    assert loaded == str(switch == "1" and host._load() is not None)
     assert runtimes == "1"
