@@ -178,6 +178,7 @@ class Scheduler:
     def heal_when_idle(self) -> None:
         """Finds lost pages by count and starts over with whole pools; the server lives on."""
         if self.is_idle and self.pages.heal():
+            self.waiting.use_cache(self.pages.cache)
             logger.error("KV pages were lost; the pools and the prefix cache are made anew")
 
     def _admit(self, decoding: Sequence[Request], reserved: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from treadle.engine.errors import QueueFull
 from treadle.engine.policy import QueuePolicy
+from treadle.engine.radix_cache import RadixCache
 from treadle.engine.request import Request
 
 
@@ -61,6 +62,11 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._requests[request]
+
+    def use_cache(self, cache: RadixCache | None) -> None:
+        """The tree was made anew."""
+        if cache is not None:
+            self._policy.use_cache(cache)
 
     def in_order(self, running: Collection[Request]) -> Sequence[Request]:
         """As the policy wants them admitted."""

@@ -1,0 +1,133 @@
+"""The plain meaning of sampling, of what changes logits before it, and of attention's extras.
+
+Knows nothing of speed, and shares no code with the kernels. All results are fp64.
+
+Axes: N rows, V vocabulary, T tokens, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor,  # [T, H, D]
+    k_cache: Tensor,  # [slots, K, D]
+    v_cache: Tensor,  # [slots, K, D]
+    q_lens: list[int],
+    seq_lens: list[int],
+    page_table: Tensor,  # [rows, pages]
+    page_size: int,
+    scale: float,
+    window: int | None = None,
+    sinks: Tensor | None = None,  # [H]
+    softcap: float | None = None,
+) -> Tensor:
+    """One query and one head at a time; a sink is a key of its own whose value is zero."""
+    out = torch.empty(q.shape, dtype=torch.float64)
+    group = q.shape[1] // k_cache.shape[1]
+    token = 0
+    for row, (q_len, seq_len) in enumerate(zip(q_lens, seq_lens, strict=True)):
+        for position in range(seq_len - q_len, seq_len):
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = torch.arange(first, position + 1)
+            slots = page_table[row, seen // page_size].long() * page_size + seen % page_size
+            for head in range(q.shape[1]):
+                keys = k_cache[slots, head // group].double()
+                scores = keys @ q[token, head].double() * scale
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = scores.softmax(0)[: len(seen)]
+                out[token, head] = weights @ v_cache[slots, head // group].double()
+            token += 1
+    return out
+
+
+def penalize(
+    logits: Tensor,  # [N, V]
+    counts: Tensor,  # [N, V] how often each token was generated
+    in_prompt: Tensor,  # [N, V] bool
+    presence: Tensor,  # [N]
+    frequency: Tensor,  # [N]
+    repetition: Tensor,  # [N] 1 means none
+) -> Tensor:
+    """Presence and frequency look at what was generated, repetition at the prompt too."""
+    out = logits.double().clone()
+    for n in range(out.shape[0]):
+        for token in range(out.shape[1]):
+            count, value = int(counts[n, token]), float(out[n, token])
+            value -= float(frequency[n]) * count + float(presence[n]) * (count > 0)
+            if count > 0 or in_prompt[n, token]:
+                value = value / float(repetition[n]) if value > 0 else value * float(repetition[n])
+            out[n, token] = value
+    return out
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+    """Bit i of word w allows token 32 w + i."""
+    out = logits.double().clone()
+    for n in range(out.shape[0]):
+        for token in range(out.shape[1]):
+            if not (int(bitmask[n, token // 32]) >> (token % 32)) & 1:
+                out[n, token] = -math.inf
+    return out
+
+
+def kept(
+    logits: Tensor,  # [V]
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+) -> Tensor:  # [V] bool
+    """Tokens that may be drawn. Each limit looks at the whole tempered distribution.
+
+    Kept are tokens with fewer than top_k likelier ones, whose likelier ones together have less
+    than top_p (the likeliest always), and that have at least min_p of the likeliest's probability.
+    Equally likely tokens share their fate.
+    """
+    probabilities = (logits.double() / temperature).softmax(0)
+    keep = torch.zeros(len(logits), dtype=torch.bool)
+    for token, p in enumerate(probabilities):
+        likelier = probabilities[logits > logits[token]]
+        keep[token] = (
+            len(likelier) < top_k
+            and (len(likelier) == 0 or bool(likelier.sum() < top_p))
+            and bool(p >= min_p * probabilities.max())
+        )
+    return keep
+
+
+def draw(
+    logits: Tensor,  # [V]
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    uniform: float,  # in [0, 1)
+) -> int:
+    """Walks the kept tokens in the order of their ids until `uniform` of their mass is passed."""
+    keep = kept(logits, temperature, top_k, top_p, min_p)
+    masses = torch.where(keep, (logits.double() / temperature).softmax(0), 0.0)
+    passed, target = 0.0, uniform * float(masses.sum())
+    for token, mass in enumerate(masses.tolist()):
+        passed += mass
+        if passed > target:
+            return token
+    return int(logits.argmax())
+
+
+def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """[N, M]: the log-probability of each of tokens [N, M] in its row."""
+    out = torch.empty(tokens.shape, dtype=torch.float64)
+    for n, row in enumerate(logits.double()):
+        largest = float(row.max())
+        normalizer = largest + math.log(sum(math.exp(x - largest) for x in row.tolist()))
+        for m, token in enumerate(tokens[n].tolist()):
+            out[n, m] = float(row[token]) - normalizer
+    return out
