@@ -97,7 +97,7 @@ def kept(
         likelier = probabilities[logits > logits[token]]
         keep[token] = (
             len(likelier) < top_k
-            and (len(likelier) == 0 or bool(likelier.sum() < top_p))
+            and (len(likelier) == 0 or top_p >= 1 or bool(likelier.sum() < top_p))
             and bool(p >= min_p * probabilities.max())
         )
     return keep

@@ -32,9 +32,7 @@ def gelu_tanh_and_mul(
 def _launch(gate_up: Tensor, is_gelu: bool) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
-    out = torch.empty(
-        (*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device
-    )
+    out = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         block = min(_BLOCK, triton.next_power_of_2(width))
         gated_kernel[(out.numel() // width, triton.cdiv(width, block))](

@@ -82,7 +82,7 @@ def block_keys(block_d: int, dtype: torch.dtype) -> int:
     return 32 if block_d > 128 or dtype is torch.float32 else 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_r"])
 def decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -154,7 +154,7 @@ def decode_kernel(
     tl.store(place, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
     partial: tl.tensor,  # [R, H, S, D]
     weight: tl.tensor,  # [R, H, S]

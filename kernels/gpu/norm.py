@@ -60,7 +60,7 @@ def _shape(dim: int) -> tuple[int, int, int]:
     return block, max(1, _ELEMENTS // block), min(max(block // 512, 4), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "heads"])
 def rms_norm_kernel(
     x: tl.tensor,  # [rows / heads, heads, D]
     weight: tl.tensor,  # [D]
@@ -83,7 +83,7 @@ def rms_norm_kernel(
     tl.store(out + row * D + feature, normed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     x: tl.tensor,  # [rows, D]
     residual: tl.tensor,  # [rows, D]

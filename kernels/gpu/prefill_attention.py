@@ -61,7 +61,7 @@ def tile(block_d: int, dtype: torch.dtype, queries: int) -> tuple[int, int, int,
     return (64, 64, 4, 3) if queries <= 64 else (128, 64, 8, 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "table_r"])
 def prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -104,7 +104,9 @@ def test_attention_rows_pages_windows(
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", [[(1, 130)], [(40, 99)], MIXED], ids=["decode", "prefill", "mixed"])
+@pytest.mark.parametrize(
+    "rows", [[(1, 130)], [(40, 99)], MIXED], ids=["decode", "prefill", "mixed"]
+)
 def test_attention_dtypes(
     gpu_device: torch.device, dtype: torch.dtype, rows: list[tuple[int, int]]
 ) -> None:

@@ -26,7 +26,9 @@ def test_rms_norm_rows(
     out = norm.rms_norm(x.to(gpu_device), weight.to(gpu_device), 1e-5)
     assert out.dtype is dtype and out.is_contiguous()
     want = reference.rms_norm(x, weight, 1e-5)
-    torch.testing.assert_close(out.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype])
+    torch.testing.assert_close(
+        out.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype]
+    )
 
 
 @DTYPES
@@ -40,7 +42,9 @@ def test_rms_norm_heads_of_a_fused_projection(
     out = norm.rms_norm(x, weight.to(gpu_device), 1e-6)
     want = reference.rms_norm(x.cpu(), weight, 1e-6)
     assert out.is_contiguous()
-    torch.testing.assert_close(out.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype])
+    torch.testing.assert_close(
+        out.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype]
+    )
 
 
 @DTYPES
@@ -55,7 +59,9 @@ def test_add_rms_norm_returns_the_sum_too(
     )
     assert torch.equal(new_residual.cpu(), x + residual)
     want = reference.rms_norm(x + residual, weight, 1e-5)
-    torch.testing.assert_close(normed.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype])
+    torch.testing.assert_close(
+        normed.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype]
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -1,0 +1,209 @@
+"""What every Triton kernel takes of a GPU, compiled without one: registers, stack, spills, memory.
+
+Knows the shapes worth watching; how kernels launch is their callers' business, recorded as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from treadle.kernels.gpu import (
+    activation,
+    bitmask,
+    kv_store,
+    logprobs,
+    norm,
+    offline,
+    paged_attention,
+    penalties,
+    rope,
+    sampling,
+)
+from treadle.kernels.paged_attention import AttentionMeta
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs/kernels.md"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+Table = dict[tuple[str, str, str], offline.Resources]  # by kernel, case, target
+
+
+def cases() -> dict[str, Callable[[], object]]:
+    """Launches worth watching, by a short name of their shape."""
+    found: dict[str, Callable[[], object]] = {}
+    for dim in (128, 1024, 8192):
+        x, weight = torch.empty(64, dim, dtype=BF16), torch.empty(dim, dtype=BF16)
+        found[f"norm D={dim}"] = lambda x=x, weight=weight: norm.rms_norm(x, weight, 1e-6)
+        found[f"add norm D={dim}"] = lambda x=x, w=weight: norm.add_rms_norm(x, x, w, 1e-6)
+    for dim, rotary_dim, interleaved in ((128, 128, False), (128, 128, True), (80, 32, False)):
+        found[f"rope D={dim} rotary={rotary_dim} interleaved={interleaved}"] = _rope(
+            dim, rotary_dim, interleaved
+        )
+    gate_up = torch.empty(8, 2 * 14336, dtype=BF16)
+    found["silu"] = lambda: activation.silu_and_mul(gate_up)
+    found["gelu"] = lambda: activation.gelu_tanh_and_mul(gate_up)
+    k = torch.empty(8, 8, 128, dtype=BF16)
+    cache, slots = torch.empty(64, 8, 128, dtype=BF16), torch.zeros(8, dtype=torch.int64)
+    found["K=8 D=128"] = lambda: kv_store.store_kv(k, k, cache, cache, slots)
+    found.update(_attention_cases())
+    found.update(_logit_cases())
+    return found
+
+
+def _rope(dim: int, rotary_dim: int, interleaved: bool) -> Callable[[], object]:
+    q, k = torch.empty(8, 32, dim, dtype=BF16), torch.empty(8, 8, dim, dtype=BF16)
+    table, positions = torch.empty(64, rotary_dim), torch.zeros(8, dtype=torch.int64)
+    return lambda: rope.apply_rope(q, k, positions, table, interleaved)
+
+
+def _attention_cases() -> dict[str, Callable[[], object]]:
+    shapes = [  # H, K, D, dtype
+        (9, 3, 64, BF16), (32, 32, 80, BF16), (32, 32, 96, BF16), (32, 8, 128, BF16),
+        (40, 8, 128, BF16), (64, 8, 128, BF16), (32, 8, 128, FP16), (16, 4, 256, BF16),
+        (32, 8, 64, FP32), (32, 8, 128, FP32), (16, 4, 256, FP32),
+    ]  # fmt: skip
+    found = {_attention_name(*shape): _attention(*shape, is_full=False) for shape in shapes}
+    for dim in (64, 128, 256):
+        name = f"{_attention_name(32, 8, dim, BF16)} window sinks softcap"
+        found[name] = _attention(32, 8, dim, BF16, is_full=True)
+    return found
+
+
+def _attention_name(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str:
+    return f"H={q_heads} K={kv_heads} D={dim} {str(dtype).removeprefix('torch.')}"
+
+
+def _attention(
+    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_full: bool
+) -> Callable[[], object]:
+    """Decode rows of one, a short and a long chunk: every kernel and every tile."""
+    cache = torch.empty(64, kv_heads, dim, dtype=dtype)
+    sinks, window, softcap = (torch.empty(q_heads), 128, 30.0) if is_full else (None, None, None)
+
+    def launch() -> None:
+        for rows, q_len in ((1, 1), (1024, 1), (1, 4), (1, 512)):
+            q = torch.empty(rows * q_len, q_heads, dim, dtype=dtype)
+            lengths = torch.zeros(rows + 1, dtype=torch.int32)
+            table = torch.zeros(rows, 32, dtype=torch.int32)
+            meta = AttentionMeta(lengths, lengths[:rows], table, 16, q_len, 512)
+            paged_attention.paged_attention(
+                q, cache, cache, meta, dim**-0.5, window, sinks, softcap
+            )
+
+    return launch
+
+
+def _logit_cases() -> dict[str, Callable[[], object]]:
+    rows, vocab = 8, 151936
+    logits, words = torch.empty(rows, vocab), torch.zeros(rows, vocab // 32, dtype=torch.int32)
+    ids, ones = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
+    counts = torch.zeros(rows, vocab, dtype=torch.int32)
+    filters = sampling.Filters(ids.int(), ones, ones)
+    return {
+        "greedy": lambda: sampling.sample(logits, None, ids, ids),
+        "tempered": lambda: sampling.sample(logits, ones, ids, ids),
+        "filtered": lambda: sampling.sample(logits, ones, ids, ids, filters),
+        "bitmask": lambda: bitmask.apply_bitmask(logits, words),
+        "penalties": lambda: penalties.penalize(logits, ids, counts, words, ones, ones, ones),
+        "count": lambda: penalties.count_tokens(counts, ids, ids),
+        "logprobs": lambda: logprobs.logprobs(logits, ids.view(rows, 1)),
+    }
+
+
+def launches(only: str) -> Iterator[tuple[str, offline.Launch]]:
+    """(case, launch), each variant of a kernel once in its case; `only` is part of the case."""
+    for case, call in cases().items():
+        if only not in case:
+            continue
+        seen = set()
+        for launch in offline.record(call):
+            variant = (launch.name, str(sorted(launch.kwargs.items())))
+            if variant not in seen:
+                seen.add(variant)
+                yield f"{case}{_tile(launch)}", launch
+
+
+def _tile(launch: offline.Launch) -> str:
+    """What tells variants of one kernel apart within a case."""
+    given = launch.kwargs
+    if "BLOCK_M" in given:
+        return f", M={given['BLOCK_M']}"
+    if "IS_SPLIT" in given:
+        return ", split" if given["IS_SPLIT"] else ", whole"
+    return ", first" if given.get("IS_FIRST") else ""
+
+
+def measure(only: str, targets: Sequence[str]) -> Table:
+    table: Table = {}
+    for (case, launch), target in itertools.product(list(launches(only)), targets):
+        table[launch.name, case, target] = launch.compile(target)
+    return table
+
+
+def render(table: Table) -> str:
+    """Markdown: a row per kernel and case, a column per target."""
+    targets = list(dict.fromkeys(target for _, _, target in table))
+    lines = ["| kernel | case | " + " | ".join(targets) + " |", "|---" * (2 + len(targets)) + "|"]
+    for kernel, case in dict.fromkeys((kernel, case) for kernel, case, _ in table):
+        cells = []
+        for target in targets:
+            used = table[kernel, case, target]
+            cells.append(f"{used.registers} / {used.stack} / {used.spills} / {used.shared}")
+        lines.append(f"| {kernel} | {case} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parse(document: str) -> Table:
+    """The table that `render` wrote."""
+    table: Table = {}
+    targets: list[str] = []
+    for line in document.partition(BEGIN)[2].partition(END)[0].splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "kernel":
+            targets = cells[2:]
+        elif len(cells) == 2 + len(targets) and re.match(r"\d", cells[-1]):
+            for target, cell in zip(targets, cells[2:], strict=True):
+                numbers = [int(number) for number in cell.split("/")]
+                table[cells[0], cells[1], target] = offline.Resources(*numbers)
+    return table
+
+
+def new_spills(before: Table, now: Table) -> list[str]:
+    """Where more goes to the stack than the committed table says."""
+    none = offline.Resources(0, 0, 0, 0)
+    return [
+        f"{kernel} ({case}) on {target}: {was.spills} -> {used.spills} instructions on the stack"
+        for (kernel, case, target), used in now.items()
+        if used.spills > (was := before.get((kernel, case, target), none)).spills
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="part of a case's name; nothing is written")
+    parser.add_argument("--targets", nargs="+", default=list(offline.TARGETS))
+    parser.add_argument("--accept", action="store_true", help="write the table with its new spills")
+    given = parser.parse_args(argv)
+    document = DOCUMENT.read_text()
+    table = measure(given.only, given.targets)
+    rendered = render(table)
+    print(rendered)
+    worse = new_spills(parse(document), table)
+    for line in worse:
+        print("new spill:", line, file=sys.stderr)
+    is_whole = not given.only and tuple(given.targets) == offline.TARGETS
+    if is_whole and (given.accept or not worse):
+        head, _, rest = document.partition(BEGIN)
+        DOCUMENT.write_text(f"{head}{BEGIN}\n{rendered}\n{END}{rest.partition(END)[2]}")
+    return 1 if worse and not given.accept else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
