@@ -17,6 +17,7 @@ from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFu
 from treadle.engine.gather import Gathered
 from treadle.engine.info import EngineLoad, Parts
 from treadle.engine.intake import Intake
+from treadle.engine.interpreter import report_interpreter
 from treadle.engine.logs import StepLog, engine_load
 from treadle.engine.loop import Loop
 from treadle.engine.options import RequestOptions
@@ -82,6 +83,7 @@ class Engine:
         chosen = EngineConfig.from_flags(flags) if config is None else config
         compose = importlib.import_module("treadle.tools.compose")
         parts: Parts = await asyncio.to_thread(compose.compose, chosen)
+        report_interpreter()
         return cls(parts)
 
     async def __aenter__(self) -> Engine:

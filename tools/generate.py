@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.engine import Completion, Engine, InvalidRequest, SamplingParams
+from treadle.engine.interpreter import own_interpreter
 
 
 def generate(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
@@ -24,6 +25,7 @@ def generate(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     if not prompts:
         raise InvalidRequest("no prompt: give --prompt, or lines on standard input")
     params = SamplingParams(max_new_tokens=options.max_new_tokens, temperature=options.temperature)
+    own_interpreter()
     return asyncio.run(_answer(prompts, params, options.chat, flags))
 
 

@@ -9,7 +9,8 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -40,8 +41,8 @@ def cases() -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {}
     for dim in (128, 1024, 8192):
         x, weight = torch.empty(64, dim, dtype=BF16), torch.empty(dim, dtype=BF16)
-        found[f"norm D={dim}"] = lambda x=x, weight=weight: norm.rms_norm(x, weight, 1e-6)
-        found[f"add norm D={dim}"] = lambda x=x, w=weight: norm.add_rms_norm(x, x, w, 1e-6)
+        found[f"norm D={dim}"] = partial(norm.rms_norm, x, weight, 1e-6)
+        found[f"add norm D={dim}"] = partial(norm.add_rms_norm, x, x, weight, 1e-6)
     for dim, rotary_dim, interleaved in ((128, 128, False), (128, 128, True), (80, 32, False)):
         found[f"rope D={dim} rotary={rotary_dim} interleaved={interleaved}"] = _rope(
             dim, rotary_dim, interleaved
@@ -69,35 +70,40 @@ def _attention_cases() -> dict[str, Callable[[], object]]:
         (40, 8, 128, BF16), (64, 8, 128, BF16), (32, 8, 128, FP16), (16, 4, 256, BF16),
         (32, 8, 64, FP32), (32, 8, 128, FP32), (16, 4, 256, FP32),
     ]  # fmt: skip
-    found = {_attention_name(*shape): _attention(*shape, is_full=False) for shape in shapes}
-    for dim in (64, 128, 256):
-        name = f"{_attention_name(32, 8, dim, BF16)} window sinks softcap"
-        found[name] = _attention(32, 8, dim, BF16, is_full=True)
+    batches = {  # rows, queries of each: every kernel and every tile
+        "one row": (1, 1), "1024 rows": (1024, 1), "short chunk": (1, 4), "chunk": (1, 512)
+    }  # fmt: skip
+    found: dict[str, Callable[[], object]] = {}
+    for (q_heads, kv_heads, dim, dtype), (batch, size) in itertools.product(
+        shapes, batches.items()
+    ):
+        kind = str(dtype).removeprefix("torch.")
+        name = f"H={q_heads} K={kv_heads} D={dim} {kind}, {batch}"
+        found[name] = _attention(q_heads, kv_heads, dim, dtype, size, is_full=False)
+    for dim, (batch, size) in itertools.product((64, 128, 256), batches.items()):
+        name = f"H=32 K=8 D={dim} bfloat16 window sinks softcap, {batch}"
+        found[name] = _attention(32, 8, dim, BF16, size, is_full=True)
     return found
 
 
-def _attention_name(q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> str:
-    return f"H={q_heads} K={kv_heads} D={dim} {str(dtype).removeprefix('torch.')}"
-
-
 def _attention(
-    q_heads: int, kv_heads: int, dim: int, dtype: torch.dtype, is_full: bool
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: torch.dtype,
+    size: tuple[int, int],
+    is_full: bool,
 ) -> Callable[[], object]:
-    """Decode rows of one, a short and a long chunk: every kernel and every tile."""
+    rows, q_len = size
     cache = torch.empty(64, kv_heads, dim, dtype=dtype)
+    q = torch.empty(rows * q_len, q_heads, dim, dtype=dtype)
+    lengths = torch.zeros(rows + 1, dtype=torch.int32)
+    table = torch.zeros(rows, 32, dtype=torch.int32)
+    meta = AttentionMeta(lengths, lengths[:rows], table, 16, q_len, 512)
     sinks, window, softcap = (torch.empty(q_heads), 128, 30.0) if is_full else (None, None, None)
-
-    def launch() -> None:
-        for rows, q_len in ((1, 1), (1024, 1), (1, 4), (1, 512)):
-            q = torch.empty(rows * q_len, q_heads, dim, dtype=dtype)
-            lengths = torch.zeros(rows + 1, dtype=torch.int32)
-            table = torch.zeros(rows, 32, dtype=torch.int32)
-            meta = AttentionMeta(lengths, lengths[:rows], table, 16, q_len, 512)
-            paged_attention.paged_attention(
-                q, cache, cache, meta, dim**-0.5, window, sinks, softcap
-            )
-
-    return launch
+    return lambda: paged_attention.paged_attention(
+        q, cache, cache, meta, dim**-0.5, window, sinks, softcap
+    )
 
 
 def _logit_cases() -> dict[str, Callable[[], object]]:
@@ -117,33 +123,15 @@ def _logit_cases() -> dict[str, Callable[[], object]]:
     }
 
 
-def launches(only: str) -> Iterator[tuple[str, offline.Launch]]:
-    """(case, launch), each variant of a kernel once in its case; `only` is part of the case."""
-    for case, call in cases().items():
-        if only not in case:
-            continue
-        seen = set()
-        for launch in offline.record(call):
-            variant = (launch.name, str(sorted(launch.kwargs.items())))
-            if variant not in seen:
-                seen.add(variant)
-                yield f"{case}{_tile(launch)}", launch
-
-
-def _tile(launch: offline.Launch) -> str:
-    """What tells variants of one kernel apart within a case."""
-    given = launch.kwargs
-    if "BLOCK_M" in given:
-        return f", M={given['BLOCK_M']}"
-    if "IS_SPLIT" in given:
-        return ", split" if given["IS_SPLIT"] else ", whole"
-    return ", first" if given.get("IS_FIRST") else ""
-
-
 def measure(only: str, targets: Sequence[str]) -> Table:
+    """Every kernel of every case whose name has `only` in it."""
     table: Table = {}
-    for (case, launch), target in itertools.product(list(launches(only)), targets):
-        table[launch.name, case, target] = launch.compile(target)
+    chosen = {name: call for name, call in cases().items() if only in name}
+    for (case, call), target in itertools.product(chosen.items(), targets):
+        for launch in offline.record(call, target):
+            label = f"{case}, first pass" if launch.kwargs.get("IS_FIRST") else case
+            if (launch.name, label, target) not in table:
+                table[launch.name, label, target] = launch.compile(target)
     return table
 
 
@@ -152,12 +140,15 @@ def render(table: Table) -> str:
     targets = list(dict.fromkeys(target for _, _, target in table))
     lines = ["| kernel | case | " + " | ".join(targets) + " |", "|---" * (2 + len(targets)) + "|"]
     for kernel, case in dict.fromkeys((kernel, case) for kernel, case, _ in table):
-        cells = []
-        for target in targets:
-            used = table[kernel, case, target]
-            cells.append(f"{used.registers} / {used.stack} / {used.spills} / {used.shared}")
+        cells = [_cell(table.get((kernel, case, target))) for target in targets]
         lines.append(f"| {kernel} | {case} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(used: offline.Resources | None) -> str:
+    if used is None:
+        return "-"
+    return f"{used.registers} / {used.stack} / {used.spills} / {used.shared}"
 
 
 def parse(document: str) -> Table:
@@ -168,8 +159,9 @@ def parse(document: str) -> Table:
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if cells[0] == "kernel":
             targets = cells[2:]
-        elif len(cells) == 2 + len(targets) and re.match(r"\d", cells[-1]):
-            for target, cell in zip(targets, cells[2:], strict=True):
+            continue
+        for target, cell in zip(targets, cells[2:], strict=False):
+            if re.match(r"\d", cell):
                 numbers = [int(number) for number in cell.split("/")]
                 table[cells[0], cells[1], target] = offline.Resources(*numbers)
     return table
@@ -198,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     worse = new_spills(parse(document), table)
     for line in worse:
         print("new spill:", line, file=sys.stderr)
-    is_whole = not given.only and tuple(given.targets) == offline.TARGETS
+    is_whole = not given.only and given.targets == list(offline.TARGETS)
     if is_whole and (given.accept or not worse):
         head, _, rest = document.partition(BEGIN)
         DOCUMENT.write_text(f"{head}{BEGIN}\n{rendered}\n{END}{rest.partition(END)[2]}")

@@ -8,23 +8,21 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from treadle.engine import Engine
+from treadle.engine.interpreter import own_interpreter
 from treadle.http.server import ServerSettings, run
 from treadle.http.server import serve as serve_http
 from treadle.http.state import ApiSettings, ServerState
 
 logger = logging.getLogger("treadle")
 
-SWITCH_INTERVAL_S = 0.0005  # a step's hundreds of short torch calls each wait for the GIL this long
-
 
 def serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
     """Serves until a signal and returns 0, or 1 when the device was lost on the way."""
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    own_interpreter()
     return run(_serve(options, flags))
 
 
