@@ -16,7 +16,7 @@ TESTING := .venv/.testing
 CHECK := check
 endif
 
-.PHONY: serve test test-all check bench clean help
+.PHONY: serve test test-all check bench kernels clean help
 
 help:
 	@echo "make serve [ARGS=...]  set up and serve the embedded model"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all          the slow tests too"
 	@echo "make check             ruff, mypy, import-linter"
 	@echo "make bench             speed beside transformers, in one run"
+	@echo "make kernels           what Triton's kernels take of a GPU, into docs/kernels.md"
 
 serve: $(RUNTIME)
 	@$(PY) -m treadle.tools.cli serve $(ARGS)
@@ -42,6 +43,9 @@ check: $(TESTING) .typecheck/treadle/.made
 
 bench: $(TESTING)
 	$(PY) -m treadle.perf.bench $(ARGS)
+
+kernels: $(TESTING)
+	TRITON_INTERPRET=0 $(PY) -m treadle.tools.kernel_report $(ARGS)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Treadle needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'

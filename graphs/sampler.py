@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from treadle.kernels import gpu
+
 _GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = -0x40A7B892E31B1A47  # splitmix64's multipliers (Steele, Lea, Flood 2014), signed
 _MIX_2 = -0x6B2FB644ECCEEE15
@@ -29,6 +31,10 @@ def sample(
     """
     if mask is not None:
         logits = logits.masked_fill_(~mask, -torch.inf)
+    if gpu.serves(logits):
+        from treadle.kernels.gpu import sampling
+
+        return sampling.sample(logits, temperature, seeds, positions)
     likeliest = logits.argmax(dim=-1)
     if temperature is None:
         return likeliest

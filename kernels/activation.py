@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import gpu, host
 
 _silu_and_mul = host.function(
     "treadle_silu_and_mul",
@@ -22,6 +22,10 @@ def silu_and_mul(
     gate_up: Tensor,  # [T, 2I] the gate in the first half
 ) -> Tensor:  # [T, I]
     """silu(gate) * up."""
+    if gpu.serves(gate_up):
+        from treadle.kernels.gpu import activation
+
+        return activation.silu_and_mul(gate_up)
     kind = host.kind(gate_up)
     if _silu_and_mul is None or kind is None or not gate_up.is_contiguous():
         return silu_and_mul_torch(gate_up)
@@ -35,6 +39,10 @@ def gelu_tanh_and_mul(
     gate_up: Tensor,  # [T, 2I] the gate in the first half
 ) -> Tensor:  # [T, I]
     """gelu(gate) * up, with the tanh approximation of gelu."""
+    if gpu.serves(gate_up):
+        from treadle.kernels.gpu import activation
+
+        return activation.gelu_tanh_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh") * up
 

@@ -6,12 +6,14 @@ Knows what each supports, never how it works, nor flags: callers bring what was 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import host, paged_attention
 
 Phase = Literal["prefill", "decode"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -141,6 +143,20 @@ def choose(needs: AttentionNeeds, phase: Phase, requested: str | None = None) ->
             f"attention backend {requested} does not serve {phase} on {needs}: {misfit}; {instead}"
         )
     return Choice(requested, "asked for")
+
+
+def load(name: str) -> Callable[..., Tensor]:
+    """The named backend's attention: `treadle.kernels.paged_attention.paged_attention`'s arguments.
+
+    triton takes `sinks` and `softcap` after them.
+    """
+    if name == "triton":
+        from treadle.kernels.gpu import paged_attention as triton_attention
+
+        return triton_attention.paged_attention
+    if name == "torch_native":
+        return paged_attention.paged_attention_torch
+    return paged_attention.paged_attention
 
 
 def choose_sampling(device: str, requested: str | None = None) -> Choice:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import gpu, host
 
 _store_kv = host.function(
     "treadle_store_kv",
@@ -28,6 +28,11 @@ def store_kv(
 
     Where a slot is named twice, which token ends up there is undefined.
     """
+    if gpu.serves(k):
+        from treadle.kernels.gpu import kv_store
+
+        kv_store.store_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     tokens, heads, dim = k.shape
     k_stride, *k_inner = k.stride()
     v_stride, *v_inner = v.stride()

@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import gpu, host
 
 _paged_attention = host.function(
     "treadle_paged_attention",
@@ -58,6 +58,10 @@ def paged_attention(
 
     window: a query at position p sees the keys at positions above p - window.
     """
+    if gpu.serves(q):
+        from treadle.kernels.gpu import paged_attention as triton_attention
+
+        return triton_attention.paged_attention(q, k_cache, v_cache, meta, scale, window)
     kind = host.kind(q)
     _, q_heads, dim = q.shape
     q_stride, *q_inner = q.stride()

@@ -26,7 +26,7 @@ def paged_attention(
     sinks: Tensor | None = None,  # [H]
     softcap: float | None = None,
 ) -> Tensor:
-    """One query and one head at a time; a sink is a key of its own whose value is zero."""
+    """One query at a time; a sink is a key of its own whose value is zero."""
     out = torch.empty(q.shape, dtype=torch.float64)
     group = q.shape[1] // k_cache.shape[1]
     token = 0
@@ -35,15 +35,15 @@ def paged_attention(
             first = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(first, position + 1)
             slots = page_table[row, seen // page_size].long() * page_size + seen % page_size
-            for head in range(q.shape[1]):
-                keys = k_cache[slots, head // group].double()
-                scores = keys @ q[token, head].double() * scale
-                if softcap is not None:
-                    scores = softcap * (scores / softcap).tanh()
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[head : head + 1].double()])
-                weights = scores.softmax(0)[: len(seen)]
-                out[token, head] = weights @ v_cache[slots, head // group].double()
+            keys = k_cache[slots].double().repeat_interleave(group, dim=1)  # [seen, H, D]
+            values = v_cache[slots].double().repeat_interleave(group, dim=1)
+            scores = (keys * q[token].double()).sum(-1) * scale  # [seen, H]
+            if softcap is not None:
+                scores = softcap * (scores / softcap).tanh()
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double().unsqueeze(0)])
+            weights = scores.softmax(0)[: len(seen)]
+            out[token] = (weights.unsqueeze(-1) * values).sum(0)
             token += 1
     return out
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import gpu, host
 
 _rms_norm = host.function(
     "treadle_rms_norm",
@@ -31,6 +31,10 @@ def rms_norm(
 
     The quotient is rounded to x's dtype before the multiplication, as Llama does.
     """
+    if gpu.serves(x):
+        from treadle.kernels.gpu import norm
+
+        return norm.rms_norm(x, weight, eps)
     kind = host.kind(x)
     *leading, dim = x.shape
     stride, *inner = x.stride()
@@ -59,6 +63,10 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The norm of `x + residual`, and that sum: (normed, new_residual)."""
+    if gpu.serves(x):
+        from treadle.kernels.gpu import norm
+
+        return norm.add_rms_norm(x, residual, weight, eps)
     kind = host.kind(x)
     is_dense = x.is_contiguous() and residual.is_contiguous()
     is_uniform = residual.dtype is x.dtype and weight.dtype is x.dtype

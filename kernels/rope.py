@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from treadle.kernels import host
+from treadle.kernels import gpu, host
 
 _rope = host.function(
     "treadle_rope",
@@ -29,6 +29,10 @@ def apply_rope(
 
     interleaved: pairs are neighbours (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
     """
+    if gpu.serves(q):
+        from treadle.kernels.gpu import rope
+
+        return rope.apply_rope(q, k, positions, cos_sin, interleaved)
     kind = host.kind(q)
     tokens, q_heads, dim = q.shape
     kv_heads = k.shape[1]

@@ -9,14 +9,13 @@ Dao et al., Flash-Decoding for long-context inference, 2023.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from treadle.kernels.gpu.attention_core import LOG2E, accumulate, add_sink, gather, score, slots_of
+from treadle.kernels.gpu.device import gpu_of
 from treadle.kernels.paged_attention import AttentionMeta
 
 _PROGRAMS_PER_PROCESSOR = 2
@@ -42,8 +41,9 @@ def decode_attention(
     heads = min(_MAX_HEADS, max(16, triton.next_power_of_2(group)))
     head_blocks = triton.cdiv(group, heads)
     splits = splits or num_splits(rows * kv_heads * head_blocks, q.device)
-    partial = torch.empty(rows, q_heads, splits, dim, dtype=torch.float32, device=q.device)
-    weight = torch.empty(rows, q_heads, splits, dtype=torch.float32, device=q.device)
+    parts = splits if splits > 1 else 0
+    partial = torch.empty(rows, q_heads, parts, dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(rows, q_heads, parts, dtype=torch.float32, device=q.device)
     block_d = max(16, triton.next_power_of_2(dim))
     sink = weight if sinks is None else sinks
     constants = dict(
@@ -67,19 +67,14 @@ def decode_attention(
 
 def num_splits(programs: int, device: torch.device) -> int:
     """Parts of a row's keys, so that `programs` rows times head groups fill the device."""
-    wanted = _PROGRAMS_PER_PROCESSOR * _processors(device)
+    wanted = _PROGRAMS_PER_PROCESSOR * gpu_of(device).processors
     return min(_MAX_SPLITS, max(1, wanted // programs))
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def block_keys(block_d: int, dtype: torch.dtype) -> int:
-    return 32 if block_d > 128 or dtype is torch.float32 else 64
+    if dtype is torch.float32:
+        return 32 if block_d <= 64 else 16
+    return 64 if block_d <= 128 else 32
 
 
 @triton.jit(do_not_specialize=["table_r"])
@@ -95,25 +90,12 @@ def decode_kernel(
     partial: tl.tensor,  # [R, H, S, D] written when split
     weight: tl.tensor,  # [R, H, S] written when split: log2 of the sum of weights
     scale: tl.tensor,
-    q_t: tl.tensor,  # strides
-    q_h: tl.tensor,
-    k_n: tl.tensor,
-    k_h: tl.tensor,
-    v_n: tl.tensor,
-    v_h: tl.tensor,
-    table_r: tl.tensor,
-    G: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-) -> None:
+    q_t: tl.tensor, q_h: tl.tensor, k_n: tl.tensor, k_h: tl.tensor, v_n: tl.tensor,  # strides
+    v_h: tl.tensor, table_r: tl.tensor,
+    G: tl.constexpr, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, SOFTCAP: tl.constexpr,
+    IS_SPLIT: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid: rows, kv heads times blocks of their query heads, splits."""
     row, split = tl.program_id(0), tl.program_id(2)
     kv_head = tl.program_id(1) // tl.cdiv(G, HEADS)

@@ -20,7 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime import jit
 
-TARGETS: Final = ("sm_80", "sm_90", "sm_100")
+from treadle.kernels.gpu.device import Gpu, assume
+
+TARGETS: Final = {  # A100, H100 and H200, B200
+    "sm_80": Gpu(80, 108),
+    "sm_90": Gpu(90, 132),
+    "sm_100": Gpu(100, 148),
+}
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -46,13 +52,9 @@ class Launch:
     def name(self) -> str:
         return str(self.kernel.__name__)
 
-    @property
-    def warps(self) -> int:
-        return int(self.kwargs.get("num_warps", 4))
-
     def compile(self, target: str) -> Resources:
         """Raises: whatever Triton's compiler raises."""
-        gpu = GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+        gpu = GPUTarget("cuda", TARGETS[target].capability, 32)
         backend = make_backend(gpu)
         bind = jit.create_function_from_signature(
             self.kernel.signature, self.kernel.params, backend
@@ -67,14 +69,14 @@ class Launch:
         return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 
 
-def record(call: Callable[[], object]) -> list[Launch]:
-    """The launches that `call` makes; none of them runs."""
+def record(call: Callable[[], object], target: str) -> list[Launch]:
+    """The launches that `call` makes on a target; none of them runs."""
     launches: list[Launch] = []
 
     def run(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         launches.append(Launch(self, args, kwargs))
 
-    with _replaced(run):
+    with _replaced(run), assume(TARGETS[target]):
         call()
     return launches
 

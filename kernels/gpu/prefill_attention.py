@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from treadle.kernels.gpu.attention_core import accumulate, add_sink, gather, score, slots_of
+from treadle.kernels.gpu.device import Gpu, gpu_of
 from treadle.kernels.paged_attention import AttentionMeta
 
 
@@ -34,7 +35,8 @@ def prefill_attention(
     rows, (tokens, q_heads, dim), kv_heads = meta.seq_lens.shape[0], q.shape, k_cache.shape[1]
     group = q_heads // kv_heads
     block_d = max(16, triton.next_power_of_2(dim))
-    block_m, block_n, num_warps, num_stages = tile(block_d, q.dtype, meta.max_q_len * group)
+    longest = meta.max_q_len * group
+    block_m, block_n, num_warps, num_stages = tile(gpu_of(q.device), block_d, q.dtype, longest)
     heads = min(group, block_m)
     queries = block_m // heads
     assert q.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1 and out.is_contiguous()
@@ -49,16 +51,19 @@ def prefill_attention(
     )  # fmt: skip
 
 
-def tile(block_d: int, dtype: torch.dtype, queries: int) -> tuple[int, int, int, int]:
-    """(M, keys of a block, warps, stages); queries: the longest row's, times heads of a group.
+def tile(gpu: Gpu, block_d: int, dtype: torch.dtype, queries: int) -> tuple[int, int, int, int]:
+    """(M, keys of a block, warps, stages), the largest that keep to the registers.
 
-    Chosen so that nothing spills: docs/kernels.md.
+    queries: the longest row's, times heads of a group. Registers and spills: docs/kernels.md.
     """
     if dtype is torch.float32:
-        return (32, 32, 4, 1) if block_d <= 128 else (16, 16, 4, 1)
+        return (32, 16, 4, 1) if block_d <= 128 else (16, 16, 4, 1)
+    is_large = gpu.has_large_shared_memory
     if block_d > 128:
-        return 64, 32, 4, 2
-    return (64, 64, 4, 3) if queries <= 64 else (128, 64, 8, 3)
+        return (64, 64, 8, 2) if is_large else (64, 32, 8, 2)
+    if queries <= 64:
+        return 64, 64, 4 if is_large or block_d <= 64 else 8, 3
+    return 128, 64 if is_large or block_d <= 64 else 32, 8, 3
 
 
 @triton.jit(do_not_specialize=["rows", "table_r"])
@@ -73,27 +78,13 @@ def prefill_kernel(
     out: tl.tensor,  # [T, H, D]
     scale: tl.tensor,
     rows: tl.tensor,  # R
-    q_t: tl.tensor,  # strides
-    q_h: tl.tensor,
-    k_n: tl.tensor,
-    k_h: tl.tensor,
-    v_n: tl.tensor,
-    v_h: tl.tensor,
-    table_r: tl.tensor,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    HEADS: tl.constexpr,  # of a group in one tile
-    QUERIES: tl.constexpr,  # of a row in one tile
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SKIP_SINGLE: tl.constexpr,
-) -> None:
+    q_t: tl.tensor, q_h: tl.tensor, k_n: tl.tensor, k_h: tl.tensor, v_n: tl.tensor,  # strides
+    v_h: tl.tensor, table_r: tl.tensor,
+    H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,  # of one tile
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, SKIP_SINGLE: tl.constexpr,
+) -> None:  # fmt: skip
     """Grid: tiles, kv heads times blocks of their query heads."""
     row, start, q_len, first = _find(tl.program_id(0), cu_seqlens_q, rows, QUERIES)
     if (first >= q_len) | (SKIP_SINGLE & (q_len == 1)):

@@ -29,6 +29,7 @@ from treadle.kernels.gpu.summary import (
 _BINS = tl.constexpr(16)
 _LEVELS = tl.constexpr(8)
 _PART = tl.constexpr(256)  # logits compared with all bins at once
+_LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
 _GOLDEN = tl.constexpr(-0x61C8864680B583EB)  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = tl.constexpr(-0x40A7B892E31B1A47)  # splitmix64's multipliers (Steele, Lea, Flood 2014)
 _MIX_2 = tl.constexpr(-0x6B2FB644ECCEEE15)
@@ -80,15 +81,15 @@ def _narrow(
     above_mass = torch.empty(bins, dtype=torch.float32, device=device)
     kept = torch.empty_like(summary.mass)
     threshold = torch.empty(rows, dtype=torch.float32, device=device)
-    given = (logits, temperature, filters.top_k, filters.top_p, filters.min_p, summary.peak)
+    given = (logits, temperature, filters.top_k, filters.top_p, summary.peak, summary.mass)
     sizes = dict(VOCAB=vocab, CHUNK=summary.chunk, BLOCK=summary.chunks_block)
     for level in range(_LEVELS.value):
         narrow_kernel[(rows, summary.chunks)](
-            *given, summary.mass, low, above, above_mass, logits.stride(0), level,
+            *given, low, above, above_mass, logits.stride(0), level,
             **sizes, IS_FIRST=level == 0, num_warps=4,
         )  # fmt: skip
     keep_kernel[(rows, summary.chunks)](
-        *given, summary.mass, low, above, above_mass, kept, threshold, logits.stride(0),
+        *given, filters.min_p, low, above, above_mass, kept, threshold, logits.stride(0),
         **sizes, num_warps=8,
     )  # fmt: skip
     return kept, threshold
@@ -100,7 +101,6 @@ def narrow_kernel(
     temperature: tl.tensor,  # [N]
     top_k: tl.tensor,  # [N]
     top_p: tl.tensor,  # [N]
-    min_p: tl.tensor,  # [N]
     peak: tl.tensor,  # [N, C]
     mass: tl.tensor,  # [N, C]
     low: tl.tensor,  # [levels, N] where each level's bins begin; this level's written
@@ -116,7 +116,7 @@ def narrow_kernel(
     """Grid: rows, chunks. Settles the bin of the level before, then counts above each new bin."""
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     rows, chunks = tl.num_programs(0), tl.num_programs(1)
-    if not _is_narrowed(n, temperature, top_k, top_p, min_p, VOCAB):
+    if not _is_narrowed(n, temperature, top_k, top_p, VOCAB):
         return
     rate = inverse_temperature(temperature + n, True)
     highest, peaks = row_peak(peak + n * chunks, chunks, BLOCK)
@@ -149,9 +149,9 @@ def keep_kernel(
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    min_p: tl.tensor,
     peak: tl.tensor,
     mass: tl.tensor,
+    min_p: tl.tensor,  # [N]
     low: tl.tensor,
     above: tl.tensor,
     above_mass: tl.tensor,
@@ -167,13 +167,12 @@ def keep_kernel(
     chunks = tl.num_programs(1)
     rate = inverse_temperature(temperature + n, True)
     highest, peaks = row_peak(peak + n * chunks, chunks, BLOCK)
-    least = tl.full([], float("-inf"), tl.float32)
-    if _is_narrowed(n, temperature, top_k, top_p, min_p, VOCAB):
+    least = highest + tl.log2(tl.load(min_p + n)) / rate
+    if _is_narrowed(n, temperature, top_k, top_p, VOCAB):
         total = tl.sum(row_mass(mass + n * chunks, peaks, highest, rate, chunks, BLOCK), 0)
         last: tl.constexpr = _LEVELS - 1
         key = _settle(n, last, low, above, above_mass, top_k, top_p, total, BLOCK, chunks)
-        floor = highest + tl.log2(tl.load(min_p + n)) / rate
-        least = tl.maximum(_value(key.to(tl.int32)), floor)
+        least = tl.maximum(least, _value(key))
     token = c * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + n * stride + token, mask=token < VOCAB, other=float("-inf"))
     x = x.to(tl.float32)
@@ -255,7 +254,8 @@ def _settle(
     count = tl.sum(tl.load(above + at, mask=c < chunks, other=0), 0)
     weight = tl.sum(tl.load(above_mass + at, mask=c < chunks, other=0.0), 0)
     p = tl.load(top_p + n)
-    fits = (count < tl.load(top_k + n)) & ((count == 0) | (weight < p * total) | (p >= 1))
+    limit = tl.where(p < 1, p * total, float("inf"))
+    fits = (count < tl.load(top_k + n)) & ((count == 0) | (weight < limit))
     chosen = tl.min(tl.where(fits, tl.arange(0, _BINS), _BINS - 1), 0)
     width = tl.full([], 1, tl.int64) << (4 * (_LEVELS - 1 - level))
     return tl.load(low + level * rows + n) + chosen * width
@@ -267,11 +267,10 @@ def _is_narrowed(
     temperature: tl.tensor,
     top_k: tl.tensor,
     top_p: tl.tensor,
-    min_p: tl.tensor,
     VOCAB: tl.constexpr,
 ) -> tl.tensor:
-    limits = (tl.load(top_k + n) < VOCAB) | (tl.load(top_p + n) < 1) | (tl.load(min_p + n) > 0)
-    return limits & (tl.load(temperature + n) > 0)
+    is_limited = (tl.load(top_k + n) < VOCAB) | (tl.load(top_p + n) < 1)
+    return is_limited & (tl.load(temperature + n) > 0)
 
 
 @triton.jit
@@ -283,8 +282,9 @@ def _key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _value(key: tl.tensor) -> tl.tensor:
-    """The number of a key."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    """The number of a key; what lies below every number is -inf."""
+    bits = tl.maximum(key, _LOWEST).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ class Summary:
 
     @property
     def chunks_block(self) -> int:
-        return triton.next_power_of_2(self.chunks)
+        return int(triton.next_power_of_2(self.chunks))
 
 
 def summarize(

@@ -58,5 +58,8 @@ def gpu_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
         pytest.skip("no CUDA device: the kernels are interpreted")
     if request.param == "cpu" and not triton_interpreter.IS_INTERPRETED:
         pytest.skip("the kernels are compiled in this process; TRITON_INTERPRET=1 interprets them")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are small: threads would only wait for each other
     with np.errstate(all="ignore"):  # a device overflows without a word
         yield torch.device(request.param)
+    torch.set_num_threads(threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
@@ -24,7 +25,7 @@ PHASES: list[Phase] = ["prefill", "decode"]
 @pytest.fixture(autouse=True)
 def everything_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LIBRARY", object())
-    monkeypatch.setattr(attention_backends.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -76,7 +77,7 @@ def test_nothing_fits_says_what_each_lacks() -> None:
 
 def test_what_is_not_installed_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "LIBRARY", None)
-    monkeypatch.setattr(attention_backends.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert choose(CPU, "decode").name == "torch_native"
     assert choose(GPU, "decode").name == "torch_native"
     assert choose_sampling("cuda").name == "pytorch"
