@@ -105,14 +105,7 @@ class Engine:
         """Whether the loop takes turns and the device thread lives. Makes no token."""
         if self._task.done() or self._loop.error is not None or not self._executor.is_alive():
             return False
-        before = self._loop.heartbeat
-        self._loop.wake()
-        deadline = asyncio.get_running_loop().time() + timeout
-        while self._loop.heartbeat == before and self._executor.is_alive():
-            if asyncio.get_running_loop().time() > deadline:
-                return False
-            await asyncio.sleep(0.005)
-        return self._executor.is_alive()
+        return await self._loop.takes_turns(timeout) and self._executor.is_alive()
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True
@@ -185,7 +178,12 @@ class Engine:
             self.abort(request_id)
 
     async def stream(
-        self, prompt: Prompt, params: Params = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: Params = None,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions = PLAIN,
     ) -> AsyncIterator[RequestOutput]:
         """Deltas of one request. Leaving the iteration early aborts it.
 
@@ -194,7 +192,7 @@ class Engine:
         chosen = _params(params)
         ids = (await self._intake.prompt_ids([prompt]))[0]
         deltas: asyncio.Queue[RequestOutput] = asyncio.Queue()
-        rid = self.submit(ids, chosen, deltas.put_nowait, request_id=request_id)
+        rid = self.submit(ids, chosen, deltas.put_nowait, request_id=request_id, options=options)
         left = chosen.n
         try:
             while left:
@@ -211,6 +209,7 @@ class Engine:
         params: Params | Sequence[Params] = None,
         *,
         request_id: str | None = None,
+        options: RequestOptions = PLAIN,
     ) -> Any:
         """A Completion, or a list of them: prompt by prompt for a batch, `n` choices for each.
 
@@ -231,7 +230,7 @@ class Engine:
         try:
             for index, ids in enumerate(prompt_ids):
                 rid = request_id if request_id is None or not is_batch else f"{request_id}-{index}"
-                gathered.submit(ids, each[index], rid)
+                gathered.submit(ids, each[index], rid, options)
             completions = await gathered.wait()
         finally:
             gathered.abandon()

@@ -6,10 +6,11 @@ Knows the engine's submit and abort only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from treadle.engine.options import RequestOptions
 from treadle.engine.output import Completion, RequestOutput, Sink
 from treadle.engine.sampling_params import SamplingParams
 
@@ -26,7 +27,7 @@ class Submitter(Protocol):
         sink: Sink,
         *,
         request_id: str | None = None,
-        names: Callable[[str], str] = ...,
+        options: RequestOptions = ...,
     ) -> str: ...
 
     def abort(self, request_id: str) -> None: ...
@@ -45,8 +46,8 @@ class Gathered:
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
-        request_id: str | None = None,
-        names: Callable[[str], str] = lambda name: name,
+        request_id: str | None,
+        options: RequestOptions,
     ) -> str:
         """Raises: InvalidRequest, EngineClosed."""
         choices = [Completion("", index) for index in range(params.n)]
@@ -59,7 +60,7 @@ class Gathered:
                 self._finish(delta.request_id)
 
         quiet = replace(params, stream_interval=AT_THE_END)
-        rid = self._engine.submit(prompt_ids, quiet, sink, request_id=request_id, names=names)
+        rid = self._engine.submit(prompt_ids, quiet, sink, request_id=request_id, options=options)
         self._completions += choices
         self._left[rid] = params.n
         return rid

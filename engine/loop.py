@@ -44,6 +44,7 @@ class Loop:
         self._in_flight: deque[tuple[Launch, StepHandle]] = deque()
         self._wake = asyncio.Event()
         self._is_closed = False
+        self._is_waiting = False  # for the oldest step in flight
 
     def wake(self) -> None:
         """Something changed: a request came, was aborted, or the loop is to close."""
@@ -53,6 +54,20 @@ class Loop:
         """Ends `run` once nothing is waiting, running or in flight."""
         self._is_closed = True
         self.wake()
+
+    async def takes_turns(self, timeout: float) -> bool:
+        """Whether the loop takes a turn within `timeout` seconds, or waits for a step.
+
+        A step may take long (a prefill on a host takes seconds) and is no reason for alarm.
+        """
+        before = self.heartbeat
+        self.wake()
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self.heartbeat == before and not self._in_flight and not self._is_waiting:
+            if self.error is not None or asyncio.get_running_loop().time() > deadline:
+                return False
+            await asyncio.sleep(0.005)
+        return True
 
     async def wait_idle(self, timeout: float) -> bool:
         """Whether nothing waits, runs or is in flight, within `timeout` seconds.
@@ -108,6 +123,7 @@ class Loop:
 
     async def _finish_oldest(self) -> None:
         launch, handle = self._in_flight.popleft()
+        self._is_waiting = True
         try:
             result = await handle
         except Exception as error:
@@ -115,6 +131,8 @@ class Loop:
         else:
             self._outbox.put(self._scheduler.update(launch, result))
             self._on_step(launch, result)
+        finally:
+            self._is_waiting = False
 
     def _fail(self, launch: Launch, error: Exception) -> None:
         logger.error("Step %d failed", launch.step.seq, exc_info=error)

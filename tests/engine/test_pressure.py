@@ -219,3 +219,14 @@ async def test_lost_page_is_found_at_idle_and_the_server_lives_on(
     engine.scheduler.check_integrity()
     answer = await engine.generate(prompt, SamplingParams(4, ignore_eos=True))
     assert answer.token_ids == expected_tokens(prompt, 4)
+
+
+async def test_engine_is_healthy_while_a_step_takes_long(make_engine: MakeEngine) -> None:
+    executor = FakeExecutor(capacity(), depth=1, delay_turns=lambda: 20_000)
+    engine = make_engine(executor)
+    got = watch(engine, [1, 2, 3], SamplingParams(1, ignore_eos=True))
+    await asyncio.sleep(0.01)
+    for _ in range(5):
+        assert await engine.is_healthy(timeout=0.01)
+        assert not got, "the step still runs"
+    await ended(got)
