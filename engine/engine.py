@@ -16,7 +16,7 @@ from treadle.engine.config import EngineConfig
 from treadle.engine.errors import EngineClosed, InvalidRequest, NotIdle, QueueFull
 from treadle.engine.gather import Gathered
 from treadle.engine.info import EngineLoad, Parts
-from treadle.engine.intake import Intake
+from treadle.engine.intake import Intake, as_prompts
 from treadle.engine.interpreter import report_interpreter
 from treadle.engine.logs import StepLog, engine_load
 from treadle.engine.loop import Loop
@@ -37,6 +37,12 @@ PLAIN = RequestOptions()
 
 def _same(name: str) -> str:
     return name
+
+
+def _compose(config: EngineConfig) -> Parts:
+    """In a thread: what composes an engine imports torch, which takes a second."""
+    parts: Parts = importlib.import_module("treadle.tools.compose").compose(config)
+    return parts
 
 
 def _nowhere(delta: RequestOutput) -> None:
@@ -81,8 +87,7 @@ class Engine:
         Raises: ConfigError, ModelError.
         """
         chosen = EngineConfig.from_flags(flags) if config is None else config
-        compose = importlib.import_module("treadle.tools.compose")
-        parts: Parts = await asyncio.to_thread(compose.compose, chosen)
+        parts = await asyncio.to_thread(_compose, chosen)
         report_interpreter()
         return cls(parts)
 
@@ -150,21 +155,21 @@ class Engine:
         names: maps a field of SamplingParams, `prompt` or `rid` to the caller's name for it.
         Raises: InvalidRequest, QueueFull, EngineClosed.
         """
-        if not self.is_ready:
-            raise EngineClosed(self._loop.error or "the engine is shutting down")
+        self._check_open()
         if request_id in self._requests:
             raise InvalidRequest(f"a request with id {request_id!r} is running", names("rid"))
         requests = self._intake.requests(prompt_ids, params, sink, request_id, options, names)
         rid = requests[0].request_id
         self._requests[rid] = list(requests)
-        for request in requests:
-            try:
+        try:
+            for request in requests:
                 self._queue(request)
-            except QueueFull:
-                del self._requests[rid]
-                self._take_back(requests[: request.index])
-                raise
-        self._loop.wake()
+        except QueueFull:
+            del self._requests[rid]
+            self._take_back(requests[: request.index])
+            raise
+        finally:
+            self._loop.wake()
         return rid
 
     def abort(self, request_id: str) -> None:
@@ -190,6 +195,7 @@ class Engine:
         Raises: InvalidRequest, EngineClosed.
         """
         chosen = _params(params)
+        self._check_open()
         ids = (await self._intake.prompt_ids([prompt]))[0]
         deltas: asyncio.Queue[RequestOutput] = asyncio.Queue()
         rid = self.submit(ids, chosen, deltas.put_nowait, request_id=request_id, options=options)
@@ -217,14 +223,14 @@ class Engine:
         Cancelling it aborts what it started.
         Raises: InvalidRequest, EngineClosed.
         """
-        is_batch = not isinstance(prompt, str) and any(not isinstance(p, int) for p in prompt)
-        prompts: list[Any] = list(prompt) if is_batch else [prompt]
+        is_batch, prompts = as_prompts(prompt)
         many = isinstance(params, (list, tuple))
         each = [_params(p) for p in params] if many else [_params(params)] * len(prompts)  # type: ignore[union-attr,arg-type]
         if len(each) != len(prompts):
             raise InvalidRequest(
                 f"{len(each)} sampling parameters for {len(prompts)} prompts", "sampling_params"
             )
+        self._check_open()
         prompt_ids = await self._intake.prompt_ids(prompts)
         gathered = Gathered(self)
         try:
@@ -262,6 +268,10 @@ class Engine:
         await self._executor.close()
         self._intake.close()
 
+    def _check_open(self) -> None:
+        if not self.is_ready:
+            raise EngineClosed(self._loop.error or "the engine is shutting down")
+
     def _queue(self, request: Request) -> None:
         if request.max_len == request.prompt_len:
             request.finish_reason = FinishReason("length")
@@ -293,4 +303,7 @@ class Engine:
 def _params(params: Params) -> SamplingParams:
     if params is None:
         return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_mapping(params)
+    if not isinstance(params, SamplingParams):
+        return SamplingParams.from_mapping(params)
+    params.check_types()
+    return params

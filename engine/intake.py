@@ -19,10 +19,32 @@ from treadle.engine.options import RequestOptions
 from treadle.engine.output import Sink
 from treadle.engine.request import Request
 from treadle.engine.sampling_params import SamplingParams
+from treadle.engine.show import show
 from treadle.engine.text_stream import TextStream
 from treadle.engine.tokenizer import Tokenizer
 
 ENCODE_THREADS = 2
+
+
+def as_prompts(prompt: object) -> tuple[bool, list[str | Sequence[int]]]:
+    """Whether it is a batch, and its prompts: text, or a list of token ids.
+
+    Raises: InvalidRequest for anything else.
+    """
+    if isinstance(prompt, str):
+        return False, [prompt]
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequest(
+            f"prompt must be text, token ids or a list of such, got {show(prompt)}", "prompt"
+        )
+    if all(isinstance(token, (int, float)) for token in prompt):
+        return False, [list(prompt)]  # what is no id is found when they are checked
+    for each in prompt:
+        if not isinstance(each, (str, Sequence)):
+            raise InvalidRequest(
+                f"prompt must be text, token ids or a list of such; it holds {show(each)}", "prompt"
+            )
+    return True, list(prompt)
 
 
 class Intake:

@@ -36,7 +36,7 @@ class StepLog:
         if launch.num_decode_rows:
             self._decode_steps += 1
             if self._decode_steps % self._interval == 0:
-                self._decode()
+                self._decode(launch)
 
     def idle(self) -> None:
         """The next interval starts when work comes again."""
@@ -48,6 +48,8 @@ class StepLog:
         return pages.num_used_tokens / pages.max_tokens
 
     def _prefill(self, launch: Launch) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
         now = time.perf_counter()
         rate = launch.num_prefill_tokens / max(now - self._last_prefill, 1e-9)
         self._last_prefill = now
@@ -56,18 +58,18 @@ class StepLog:
             "#running-req: %d, #queue-req: %d, #pending-token: %d, %s: False, "
             "input throughput (token/s): %.2f",
             launch.num_new_requests, launch.num_prefill_tokens, launch.num_cached_tokens,
-            self._usage(), launch.num_decode_rows, len(self._scheduler.waiting),
+            self._usage(), launch.num_running, len(self._scheduler.waiting),
             self._scheduler.num_pending_tokens, self._graph_label, rate,
         )  # fmt: skip
 
-    def _decode(self) -> None:
+    def _decode(self, launch: Launch) -> None:
         now = time.perf_counter()
         self.gen_throughput = self._generated / max(now - self._last_decode, 1e-9)
         self._last_decode, self._generated = now, 0
         logger.info(
             "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %s: False, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
-            len(self._scheduler.running), self._scheduler.pages.num_used_tokens, self._usage(),
+            launch.num_decode_rows, self._scheduler.pages.num_used_tokens, self._usage(),
             self._graph_label, self.gen_throughput, len(self._scheduler.waiting),
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequenc
 from typing import Any, TypeVar
 
 from treadle.engine.engine import Engine, Params, Prompt
-from treadle.engine.errors import InvalidRequest
+from treadle.engine.errors import EngineClosed, InvalidRequest
 from treadle.engine.native_answer import native_answer
 from treadle.engine.output import Completion
 from treadle.engine.sampling_params import SamplingParams
@@ -85,7 +85,7 @@ class SyncEngine:
 
     def _need_engine(self) -> Engine:
         if self._engine is None:
-            raise InvalidRequest("the engine was shut down")
+            raise EngineClosed("the engine was shut down")
         return self._engine
 
     def _stream(self, prompt: Prompt, params: Any) -> Iterator[Answer]:

@@ -33,6 +33,7 @@ class Launch:
     step: Step
     rows: tuple[Row, ...]
     num_decode_rows: int
+    num_running: int  # requests past their prompt, whether they decode in this step or not
     num_prefill_tokens: int
     num_new_requests: int
     num_cached_tokens: int  # prompt tokens of new requests that need no computing
@@ -58,18 +59,20 @@ class Planner:
         is_last = request.num_scheduled + q_len == request.num_prefill
         return self._row(request, q_len, samples=is_last, from_host=True)
 
-    def plan(self, rows: Sequence[Row]) -> Launch:
+    def plan(self, rows: Sequence[Row], num_running: int) -> Launch:
         """The step of these rows, decodes first."""
-        self._seq += 1
+        seq = self._seq + 1
         placed, self._placed = self._placed, []
         admitted = [r for r, epoch in placed if r.epoch == epoch and r.status is Status.RUNNING]
-        self._pages.last_step = self._seq
+        self._pages.last_step = seq
         num_decode = sum(not row.from_host for row in rows)
         plan = self._arrays(_mode(num_decode, len(rows)), rows, admitted)
+        self._seq = seq  # only now: a number that is not launched would stop the executor for good
         return Launch(
-            step=Step(self._seq, (plan,)),
+            step=Step(seq, (plan,)),
             rows=tuple(rows),
             num_decode_rows=num_decode,
+            num_running=num_running,
             num_prefill_tokens=sum(row.q_len for row in rows[num_decode:]),
             num_new_requests=len(admitted),
             num_cached_tokens=sum(request.num_cached for request in admitted),

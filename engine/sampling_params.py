@@ -52,6 +52,15 @@ class SamplingParams:
     custom_params: Mapping[str, Any] | None = field(default=None, hash=False)
     watermark: Mapping[str, Any] | None = field(default=None, hash=False)
 
+    def __post_init__(self) -> None:
+        """One stop may be given alone, and several in a list."""
+        for name in ("stop", "stop_regex", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                object.__setattr__(self, name, (value,))
+            elif isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
     @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-6
@@ -83,6 +92,7 @@ class SamplingParams:
         names: maps a field of this class to the caller's own name for it.
         Raises: InvalidRequest, NotBuilt.
         """
+        self.check_types(names)
         for name, (ok, legal) in _RANGES.items():
             value = getattr(self, name)
             if value is not None and not ok(value):
@@ -100,6 +110,13 @@ class SamplingParams:
         for name, is_neutral in _NOT_BUILT.items():
             if not is_neutral(getattr(self, name)):
                 raise NotBuilt(names(name))
+
+    def check_types(self, names: Callable[[str], str] = lambda name: name) -> None:
+        """Raises: InvalidRequest for a value of a type that its field never has."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or (each.default is not None and each.name != "max_new_tokens"):
+                _READERS[each.name](value, names(each.name))
 
     def _check_ids(self, name: str, vocab_size: int, shown: str) -> None:
         for token_id in getattr(self, name) or ():
@@ -119,8 +136,8 @@ def _between(low: float, high: float) -> Callable[[float], bool]:
 
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda v: 0 <= v < INT64, "at least 0"),
-    "min_new_tokens": (lambda v: 0 <= v < INT64, "at least 0"),
+    "max_new_tokens": (lambda v: 0 <= v < INT64, f"from 0 to {INT64 - 1}"),
+    "min_new_tokens": (lambda v: 0 <= v < INT64, f"from 0 to {INT64 - 1}"),
     "temperature": (_between(0.0, 1e4), "a finite number from 0 to 10000"),
     "top_p": (lambda v: math.isfinite(v) and 0.0 < v <= 1.0, "above 0 and at most 1"),
     "top_k": (lambda v: v == -1 or 1 <= v < INT64, "-1 (all) or at least 1"),
@@ -179,8 +196,8 @@ def _wrong(where: str, expected: str, value: object) -> InvalidRequest:
 
 
 def _read_int(value: Any, where: str) -> int | None:
-    if value is None:
-        return None
+    if value is None and where.endswith("max_new_tokens"):
+        return None  # the rest of the context
     if isinstance(value, bool) or not isinstance(value, int):
         raise _wrong(where, "an integer", value)
     return value

@@ -114,6 +114,7 @@ class Scheduler:
         self._admit(decoding, reserved)
         decoding = [r for r in decoding if r.status is Status.RUNNING]
         prefilling = [r for r in self.running if r.is_prefilling]
+        num_running = len(self.running) - len(prefilling)
         if prefilling and not self._rules.mixes:
             decoding, reserved = [], 0
         rows = [self._planner.decode_row(request) for request in decoding]
@@ -123,7 +124,7 @@ class Scheduler:
                 self._pressure.unblock(self.running)
             return None
         self._decode_streak = self._decode_streak + 1 if decoding and not prefilling else 0
-        launch = self._planner.plan(rows)
+        launch = self._planner.plan(rows, num_running)
         self._launched[launch.step.seq] = launch
         return launch
 

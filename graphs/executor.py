@@ -8,6 +8,7 @@ Axes: R rows, T tokens, N rows that sample.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import queue
 import threading
@@ -100,6 +101,8 @@ class DeviceExecutor:
         ]
         for thread in self._threads:
             thread.start()
+        # a thread inside torch while the interpreter goes down would abort the process
+        atexit.register(self._stop)
 
     @property
     def capacity(self) -> Capacity:
@@ -129,9 +132,14 @@ class DeviceExecutor:
         return all(thread.is_alive() for thread in self._threads)
 
     async def close(self) -> None:
+        atexit.unregister(self._stop)
+        await asyncio.to_thread(self._stop)
+
+    def _stop(self) -> None:
+        """Ends the threads after what is queued."""
         self._commands.put(None)
         for thread in self._threads:
-            await asyncio.to_thread(thread.join)
+            thread.join()
 
     def _launch_loop(self) -> None:
         self._device.enter_thread()

@@ -40,10 +40,18 @@ class Runner:
     """Eager execution of steps. Called on one thread, in launch order."""
 
     def __init__(
-        self, decoder: Decoder, memory: KvMemory, capacity: Capacity, device: Device, depth: int
+        self,
+        decoder: Decoder,
+        memory: KvMemory,
+        capacity: Capacity,
+        device: Device,
+        depth: int,
+        num_token_ids: int | None = None,
     ) -> None:
+        """num_token_ids: ids that have a meaning; the head's rows beyond them are never sampled."""
         self.capacity = capacity
         self._decoder = decoder
+        self._num_token_ids = num_token_ids
         self._memory = memory
         self._inputs = InputRing(device, depth + 1)
         self._results = ResultRing(device, depth + 1, capacity.slots)
@@ -77,6 +85,8 @@ class Runner:
         self._length[slots] = seq_lens
         sampling = inputs["sampling_rows"]
         logits = self._decoder.logits(hidden[cu_seqlens[1:][sampling] - 1])
+        if self._num_token_ids is not None and self._num_token_ids < logits.shape[1]:
+            logits = logits[:, : self._num_token_ids].contiguous()
         temperature = None if plan.sampling.all_greedy else inputs["temperature"][sampling]
         return Forwarded(logits, slots[sampling], temperature, sampling_rows)
 
@@ -89,7 +99,8 @@ class Runner:
         slots = forwarded.slots
         allowed = None
         if mask is not None:
-            allowed = torch.from_numpy(mask[forwarded.sampling_rows]).to(slots.device)
+            width = forwarded.logits.shape[1]
+            allowed = torch.from_numpy(mask[forwarded.sampling_rows, :width]).to(slots.device)
         tokens = sample(
             forwarded.logits,
             forwarded.temperature,

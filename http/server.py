@@ -61,6 +61,8 @@ class HttpServer:
     async def start(self) -> None:
         """Raises: ConfigError when the address cannot be had."""
         host, port = self._settings.host, self._settings.port
+        if not 0 <= port < 65536:
+            raise ConfigError(f"--port must be from 0 to 65535, got {port}")
         loop = asyncio.get_running_loop()
         await self._runner.setup()
         assert self._runner.server is not None, "set up"

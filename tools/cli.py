@@ -9,6 +9,7 @@ import argparse
 import difflib
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read the answers has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     return exit_code
 
 
@@ -52,12 +56,23 @@ def engine_flags(options: argparse.Namespace) -> dict[str, object]:
     return chosen
 
 
+def seconds(text: str) -> float:
+    """A time to wait."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0")
+    return value
+
+
 def human_int(text: str) -> int:
     """An integer, also as 8k or 1M."""
     number, suffix = (text[:-1], text[-1].lower()) if text[-1:].lower() in _SUFFIXES else (text, "")
     try:
         return int(float(number) * _SUFFIXES[suffix]) if suffix else int(number)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096 or 4k") from None
 
 
@@ -104,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     api = serve.add_argument_group("server")
     api.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     api.add_argument("--port", type=int, default=30000, help="port to listen on (30000)")
-    api.add_argument("--shutdown-timeout", type=float, default=30.0, metavar="SECONDS",
+    api.add_argument("--shutdown-timeout", type=seconds, default=30.0, metavar="SECONDS",
                      help="time for running requests to finish at SIGTERM (30)")  # fmt: skip
     api.add_argument("--enable-cache-report", action="store_true",
                      help="put cached tokens into usage")  # fmt: skip

@@ -114,7 +114,7 @@ def compose(config: EngineConfig) -> Parts:
     for warning in resolved.warnings:
         logger.warning("%s", warning)
     logger.info("Memory: %s", resolved.equation)
-    executor = _build_executor(resolved, decoder, device)
+    executor = _build_executor(resolved, decoder, device, tokenizer.vocab_size)
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, "
         "max_running_requests=%d, context_len=%d, available_%s_mem=%.2f GB",
@@ -188,7 +188,9 @@ def _checkpoint_errors() -> Iterator[None]:
         raise ModelError(str(error)) from error
 
 
-def _build_executor(resolved: Resolved, decoder: Decoder, device: Device) -> DeviceExecutor:
+def _build_executor(
+    resolved: Resolved, decoder: Decoder, device: Device, num_token_ids: int
+) -> DeviceExecutor:
     spec = decoder.spec
     shape = kv_shape(spec, decoder.dtype)
     page_bytes = resolved.page_size * shape.bytes_per_token
@@ -204,7 +206,8 @@ def _build_executor(resolved: Resolved, decoder: Decoder, device: Device) -> Dev
         decoder.dtype, resolved.max_total_tokens, half, half,
     )  # fmt: skip
     logger.info("Memory pool end. avail mem=%.2f GB", room(device).free / GB)
-    return DeviceExecutor(Runner(decoder, memory, capacity, device, DEPTH), device, DEPTH)
+    runner = Runner(decoder, memory, capacity, device, DEPTH, num_token_ids)
+    return DeviceExecutor(runner, device, DEPTH)
 
 
 def _info(config: EngineConfig, found: Survey, resolved: Resolved) -> EngineInfo:
@@ -214,7 +217,7 @@ def _info(config: EngineConfig, found: Survey, resolved: Resolved) -> EngineInfo
     args: dict[str, object] = {
         **resolved.config.values(),
         **chosen,
-        "max_total_tokens": config.memory.max_total_tokens,
+        "max_total_tokens": resolved.max_total_tokens,
         "max_total_num_tokens": resolved.max_total_tokens,
         **dict.fromkeys(("tp_size", "dp_size", "pp_size"), 1),
         "disaggregation_mode": "null",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,14 +44,24 @@ async def _serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
 
     try:
         await serve_http(start, state, settings, on_ready=lambda port: _ready(options.host, port))
+        if not engines:
+            _leave()
         return 0 if all(engine.is_ready for engine in engines) else 1
     finally:
         for engine in engines:
             await engine.shutdown()
 
 
+def _leave() -> None:
+    """A signal came while the model was loading: the thread that loads cannot be stopped."""
+    logger.info("Stopped before the model was loaded")
+    logging.shutdown()
+    os._exit(0)
+
+
 def _ready(host: str, port: int) -> None:
     gc.collect()
     gc.freeze()  # what is alive now stays: a full collection would stop the loop to look at it
-    logger.info("Listening on http://%s:%d", host, port)
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("Listening on http://%s:%d", shown, port)
     logger.info("The server is fired up and ready to roll!")

@@ -91,7 +91,7 @@ def test_min_above_max_is_refused() -> None:
 def test_errors_use_the_callers_names() -> None:
     with pytest.raises(InvalidRequest, match="^max_tokens must be"):
         SamplingParams(max_new_tokens=-1).validate(
-            VOCAB, {"max_new_tokens": "max_tokens"}.__getitem__
+            VOCAB, lambda name: "max_tokens" if name == "max_new_tokens" else name
         )
 
 

@@ -57,7 +57,14 @@ def decoder(tmp_path: Path) -> Decoder:
 class Host:
     """Plays the scheduler for a few rows, each with its own slot and pages."""
 
-    def __init__(self, decoder: Decoder, page_size: int, depth: int = 2, late_s: float = 0.0):
+    def __init__(
+        self,
+        decoder: Decoder,
+        page_size: int,
+        depth: int = 2,
+        late_s: float = 0.0,
+        num_token_ids: int | None = None,
+    ) -> None:
         group = KvGroup("full", page_size, 4 * (-(-64 // page_size)), 1)
         capacity = Capacity((group,), 4, 64, VOCAB)
         device = HostDevice(max_delay_s=late_s)
@@ -65,7 +72,7 @@ class Host:
         memory = KvMemory(shape, group, capacity, device.torch_device)
         for k, v in memory.layers:
             k.fill_(torch.nan), v.fill_(torch.nan)
-        runner = Runner(decoder, memory, capacity, device, depth)
+        runner = Runner(decoder, memory, capacity, device, depth, num_token_ids)
         self.executor = DeviceExecutor(runner, device, depth)
         self.page_size = page_size
         self.seq = 0
@@ -262,6 +269,16 @@ async def test_closed_executor_takes_no_step_and_closes_again(decoder: Decoder) 
     assert not host.executor.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         host.executor.launch(host.step([(0, None)]))
+
+
+async def test_rows_of_the_head_without_a_token_are_never_sampled(decoder: Decoder) -> None:
+    host = Host(decoder, 4, num_token_ids=40)
+    rows = [(slot, [1, 2, 3 + slot]) for slot in range(4)]
+    steps = [host.step(rows, fresh=True, temperature=50.0)]
+    steps += [host.step([(slot, None) for slot in range(4)], temperature=50.0) for _ in range(20)]
+    drawn = [token for step in steps for token in column(await host.executor.launch(step))]
+    assert max(drawn) < 40 and len(set(drawn)) > 15
+    await host.executor.close()
 
 
 async def test_seeded_draws_repeat_and_differ_between_seeds(decoder: Decoder) -> None:
