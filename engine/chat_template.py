@@ -119,18 +119,18 @@ class ChatTemplate:
                 "continue_final_message",
             )
         try:
-            text = self._render(
-                messages=prepared,
-                tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
-            )
+            given = {
+                "messages": prepared,
+                "tools": [dict(tool) for tool in tools] if tools else None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+            text = self._render({**given, **kwargs})
         except Exception as error:  # a template is a program: whatever it raises is about its input
             reason = str(error) or type(error).__name__
             raise InvalidRequest(f"the chat template refused: {reason}", "messages") from error
         return text if open_text is None else _cut_open(text, open_text)
 
-    def _render(self, **variables: Any) -> str:
+    def _render(self, variables: Mapping[str, Any]) -> str:
         return self._template.render({"documents": None, **self._special_tokens, **variables})
 
     def _probe(self) -> tuple[bool, bool]:
@@ -139,7 +139,9 @@ class ChatTemplate:
         def render(content: object) -> str:
             message = {"role": "user", "content": content}
             try:
-                return self._render(messages=[message], tools=None, add_generation_prompt=False)
+                return self._render(
+                    {"messages": [message], "tools": None, "add_generation_prompt": False}
+                )
             except Exception:  # refused: it does not take this form
                 return ""
 

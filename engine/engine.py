@@ -234,9 +234,7 @@ class Engine:
         prompt_ids = await self._intake.prompt_ids(prompts)
         gathered = Gathered(self)
         try:
-            for index, ids in enumerate(prompt_ids):
-                rid = request_id if request_id is None or not is_batch else f"{request_id}-{index}"
-                gathered.submit(ids, each[index], rid, options)
+            await gathered.submit_all(prompt_ids, each, request_id, options)
             completions = await gathered.wait()
         finally:
             gathered.abandon()

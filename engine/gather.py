@@ -14,6 +14,7 @@ from treadle.engine.options import RequestOptions
 from treadle.engine.output import Completion, RequestOutput, Sink
 from treadle.engine.sampling_params import SamplingParams
 
+SUBMIT_BATCH = 64  # prompts queued before other work gets a turn
 AT_THE_END = 2**31  # a stream interval: one delta for the first token, one for the rest
 
 
@@ -40,16 +41,33 @@ class Gathered:
         self._engine = engine
         self._completions: list[Completion] = []
         self._left: dict[str, int] = {}  # choices that still run, by request id
-        self._all_done = asyncio.get_running_loop().create_future()
+        self._all_done: asyncio.Future[None] | None = None  # made when somebody waits
 
-    def submit(
+    async def submit_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        request_id: str | None,
+        options: RequestOptions,
+    ) -> None:
+        """A request per prompt; several of them are numbered after the id.
+
+        Raises: InvalidRequest, QueueFull, EngineClosed.
+        """
+        for index, prompt_ids in enumerate(prompts):
+            is_alone = request_id is None or len(prompts) == 1
+            rid = request_id if is_alone else f"{request_id}-{index}"
+            self._submit(prompt_ids, params[index], rid, options)
+            if index % SUBMIT_BATCH == SUBMIT_BATCH - 1:
+                await asyncio.sleep(0)
+
+    def _submit(
         self,
         prompt_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None,
         options: RequestOptions,
-    ) -> str:
-        """Raises: InvalidRequest, EngineClosed."""
+    ) -> None:
         choices = [Completion("", index) for index in range(params.n)]
 
         def sink(delta: RequestOutput) -> None:
@@ -63,11 +81,11 @@ class Gathered:
         rid = self._engine.submit(prompt_ids, quiet, sink, request_id=request_id, options=options)
         self._completions += choices
         self._left[rid] = params.n
-        return rid
 
     async def wait(self) -> list[Completion]:
         """All answers, once every choice has ended."""
         if self._left:
+            self._all_done = asyncio.get_running_loop().create_future()
             await self._all_done
         return self._completions
 
@@ -80,5 +98,5 @@ class Gathered:
         self._left[rid] -= 1
         if not self._left[rid]:
             del self._left[rid]
-        if not self._left and not self._all_done.done():
+        if not self._left and self._all_done is not None and not self._all_done.done():
             self._all_done.set_result(None)

@@ -62,7 +62,9 @@ class HttpServer:
         """Raises: ConfigError when the address cannot be had."""
         host, port = self._settings.host, self._settings.port
         if not 0 <= port < 65536:
-            raise ConfigError(f"--port must be from 0 to 65535, got {port}")
+            raise ConfigError(
+                f"cannot listen on --host {host} --port {port}: a port is a number from 0 to 65535"
+            )
         loop = asyncio.get_running_loop()
         await self._runner.setup()
         assert self._runner.server is not None, "set up"

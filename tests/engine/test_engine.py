@@ -142,6 +142,12 @@ async def test_batch_takes_one_parameter_set_or_one_each(make_engine: MakeEngine
         await engine.generate(["a", "b", "c"], each[:2])
 
 
+async def test_large_batch_is_queued_in_pieces_and_answered_whole(make_engine: MakeEngine) -> None:
+    params = SamplingParams(1, ignore_eos=True)  # the first are done before the last are queued
+    answers = await make_engine().generate([[n % 250, n // 250] for n in range(300)], params)
+    assert [a.completion_tokens for a in answers] == [1] * 300
+
+
 async def test_shutdown_lets_running_requests_finish_and_takes_no_more() -> None:
     engine = Engine(make_parts(FakeExecutor(capacity())))
     running = asyncio.create_task(engine.generate([1], SamplingParams(300, ignore_eos=True)))

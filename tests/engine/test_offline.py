@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fake_engine import capacity, expected_tokens, make_parts
 
-from treadle.engine import Engine, InvalidRequest, SyncEngine
+from treadle.engine import Engine, EngineClosed, InvalidRequest, SyncEngine
 from treadle.graphs.fake import FakeExecutor
 
 PROMPT = [5, 6, 7]
@@ -77,5 +77,5 @@ def test_bad_calls_are_refused(engine: SyncEngine) -> None:
     with pytest.raises(InvalidRequest, match="n must be 1"):
         next(engine.generate("a", {"n": 2}, stream=True))
     engine.shutdown()
-    with pytest.raises(InvalidRequest, match="shut down"):
+    with pytest.raises(EngineClosed, match="shut down"):
         engine.generate("a")
