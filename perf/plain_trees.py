@@ -35,6 +35,9 @@ class DictPerNode:
     def read(self, tokens: bytes) -> list[int]:
         return array("i", tokens).tolist()
 
+    def hold(self, pages: array[int]) -> list[int]:
+        return pages.tolist()
+
     def match(self, tokens: list[int], limit: int) -> tuple[Run, list[int]]:
         return self.descend(tokens[:limit])
 

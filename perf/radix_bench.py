@@ -59,11 +59,10 @@ class Tree(Protocol):
     name: str
 
     def read(self, tokens: bytes) -> Any: ...  # not timed
+    def hold(self, pages: array[int]) -> Any: ...  # page ids in the tree's own form, not timed
     def match(self, tokens: Any, limit: int) -> tuple[Any, Sequence[int]]: ...
 
-    def insert(
-        self, tokens: Any, pages: list[int], known: tuple[Any, int], end: int
-    ) -> tuple[Any, int]:
+    def insert(self, tokens: Any, pages: Any, known: tuple[Any, int], end: int) -> tuple[Any, int]:
         """Adds the first `end` tokens; returns the path's end and how many were there.
 
         known: a locked node and its number of tokens, which the tree has for sure.
@@ -86,13 +85,16 @@ class Radix:
     def read(self, tokens: bytes) -> bytes:
         return tokens
 
+    def hold(self, pages: array[int]) -> array[int]:
+        return pages
+
     def match(self, tokens: bytes, limit: int) -> tuple[Node, array[int]]:
         found = self.cache.match(tokens, None, limit)
         self.cache.count_hit(found.node)
         return found.node, found.pages
 
     def insert(
-        self, tokens: bytes, pages: list[int], known: tuple[Node, int], end: int
+        self, tokens: bytes, pages: Any, known: tuple[Node, int], end: int
     ) -> tuple[Node, int]:
         after, start = known
         part = tokens[4 * start : 4 * end]
@@ -137,9 +139,9 @@ class Replay:
 
     def __init__(self, tree: Tree, num_pages: int) -> None:
         self.tree = tree
-        self.free = list(range(num_pages))
+        self.free = array("i", range(num_pages))
         self.costs = Costs()
-        self.running: deque[tuple[Any, list[int], tuple[Any, int], int]] = deque()
+        self.running: deque[tuple[Any, Any, tuple[Any, int], int]] = deque()
 
     def run(self, turns: Iterator[Turn]) -> Costs:
         for tokens, num_output in turns:
@@ -165,7 +167,9 @@ class Replay:
         costs.evict.stop(started)
         self.free.extend(freed)
         assert count <= len(self.free), "the pool is smaller than what runs at once"
-        pages = [*found, *self.free[-count:]]
+        ids = array("i", found)
+        ids.extend(self.free[-count:])
+        pages = tree.hold(ids)
         del self.free[-count:]
         costs.insert.append(0)
         known = node, len(found)
@@ -174,7 +178,7 @@ class Replay:
         self.running.append((tokens, pages, known, len(costs.insert) - 1))
 
     def commit(
-        self, tokens: Any, pages: list[int], known: tuple[Any, int], end: int, row: int = -1
+        self, tokens: Any, pages: Any, known: tuple[Any, int], end: int, row: int = -1
     ) -> tuple[Any, int]:
         tree = self.tree
         started = time.thread_time_ns()
