@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from treadle.engine.outbox import Outbox
 from treadle.engine.planner import Launch
@@ -17,6 +18,7 @@ from treadle.graphs.step import Executor, StepHandle, StepResult
 
 logger = logging.getLogger(__name__)
 
+STUCK_S = 0.05  # between two attempts to plan when work waits and nothing is in flight
 OUTPUT_SLICE_S = 0.001  # output yields to a pending completion this often
 
 
@@ -98,8 +100,14 @@ class Loop:
                 return
             if not self._outbox and not self._in_flight:
                 self._scheduler.heal_when_idle()
-                await self._wake.wait()
-                self._wake.clear()
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until something changes; with work that could not be planned, for a moment at most."""
+        patience = STUCK_S if self._scheduler.has_work and self.error is None else None
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), patience)
+        self._wake.clear()
 
     def _launch(self) -> None:
         while len(self._in_flight) < self._depth and self.error is None:

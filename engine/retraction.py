@@ -116,12 +116,13 @@ class Pressure:
         self._report(retracted, running)
         return need
 
-    def unblock(self, running: Collection[Request]) -> None:
-        """Nothing could be planned and nothing is in flight: the best victim makes room."""
+    def unblock(self, running: Collection[Request]) -> bool:
+        """Nothing could be planned and nothing is in flight: the best victim makes room, if any."""
         chosen = self._rules.victims(running)[:1]
         for victim in chosen:
             self._retract(victim)
         self._report(chosen, running)
+        return bool(chosen)
 
     def _need(self, decoding: Iterable[Request]) -> int:
         missing = sum(self._pages.missing(r, r.num_scheduled + 1) for r in decoding)

@@ -120,9 +120,8 @@ class Scheduler:
         rows = [self._planner.decode_row(request) for request in decoding]
         rows += self._prefill_rows(prefilling, len(decoding))
         if not rows:
-            if self.running and not self._launched:
-                self._pressure.unblock(self.running)
-            return None
+            is_stuck = bool(self.running) and not self._launched
+            return self.schedule() if is_stuck and self._pressure.unblock(self.running) else None
         self._decode_streak = self._decode_streak + 1 if decoding and not prefilling else 0
         launch = self._planner.plan(rows, num_running)
         self._launched[launch.step.seq] = launch

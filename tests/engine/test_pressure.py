@@ -19,6 +19,7 @@ from treadle.engine import (
     RequestOutput,
     SamplingParams,
 )
+from treadle.engine.kv_pages import KvPages
 from treadle.graphs.fake import FakeExecutor, default_token
 from treadle.graphs.step import KvGroup
 
@@ -65,6 +66,22 @@ async def test_twelve_long_answers_share_a_pool_for_three(
     assert all(a.num_retractions <= 12 for a in answers)
     again = await engine.generate(prompts[:2], SamplingParams(600, ignore_eos=ignore_eos))
     assert [a.num_retractions for a in again] == [0, 0], "the pressure is gone"
+
+
+async def test_prefills_without_room_make_some_instead_of_hanging(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    room_for, calls = KvPages.room_for, iter(range(10**6))
+    monkeypatch.setattr(
+        KvPages, "room_for", lambda pages, r: 0 if next(calls) < 2 else room_for(pages, r)
+    )
+    prompts = [[number] * 30 for number in range(3)]
+    answers = await asyncio.wait_for(
+        engine.generate(prompts, SamplingParams(5, ignore_eos=True)), 10
+    )
+    assert [a.token_ids for a in answers] == [expected_tokens(p, 5) for p in prompts]
+    assert sum(a.num_retractions for a in answers) > 0 and not answers[0].num_retractions
 
 
 async def test_oldest_request_is_never_retracted(make_engine: MakeEngine) -> None:
