@@ -86,7 +86,9 @@ class ModelConfig:
     load_format: str = setting("auto", "dummy makes random weights", Legal(LOAD_FORMATS))
     dtype: str = setting("auto", "auto is the checkpoint's own", Legal(DTYPES))
     context_length: int | None = setting(
-        None, "tokens of the longest sequence; default: the model's", AT_LEAST_ONE
+        None,
+        "tokens of the longest sequence, a prompt and at least one more; default: the model's",
+        Legal(at_least=2),
     )
     random_seed: int | None = setting(None, "seeds the requests that bring no seed of their own")
 
