@@ -10,7 +10,6 @@ from treadle.engine.errors import (
     NotBuilt,
     NotIdle,
     QueueFull,
-    StepFailed,
     TreadleError,
 )
 from treadle.engine.info import EngineInfo, EngineLoad
@@ -36,7 +35,6 @@ __all__ = [
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
-    "StepFailed",
     "SyncEngine",
     "TreadleError",
 ]

@@ -19,7 +19,7 @@ class Limits:
 
     max_running_requests: int
     chunk_tokens: int | None  # prompt tokens of a step; None: whole prompts
-    max_prefill_tokens: int  # without chunks: prompt tokens of a step, but for its first request
+    max_prefill_tokens: int  # prompt tokens of a step, but for its first request
     prefill_max_requests: int | None
 
 
@@ -75,8 +75,8 @@ class Budget:
     def is_spent(self) -> bool:
         """Whether this step takes no further prompt tokens or requests, whoever asks."""
         most = self._limits.prefill_max_requests
-        left = self._prefill_tokens if self._chunk is None else self._chunk
-        return left <= 0 or (most is not None and len(self._newcomers) >= most)
+        is_out = self._prefill_tokens <= 0 or (self._chunk is not None and self._chunk <= 0)
+        return is_out or (most is not None and len(self._newcomers) >= most)
 
     @property
     def is_full(self) -> bool:

@@ -47,7 +47,3 @@ class QueueFull(TreadleError):
 
 class NotIdle(TreadleError):
     """Something still runs or waits, and what was asked for needs an idle engine."""
-
-
-class StepFailed(TreadleError):
-    """The device raised while computing a request's step."""

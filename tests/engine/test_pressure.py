@@ -84,6 +84,20 @@ async def test_prefills_without_room_make_some_instead_of_hanging(
     assert sum(a.num_retractions for a in answers) > 0 and not answers[0].num_retractions
 
 
+@pytest.mark.parametrize("chunk", [-1, 64])
+async def test_max_prefill_tokens_limits_what_a_step_takes_in(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, chunk: int
+) -> None:
+    engine = make_engine(max_prefill_tokens=20, chunked_prefill_size=chunk)
+    with caplog.at_level("INFO", logger="treadle"):
+        await engine.generate(
+            [[number] * 12 for number in range(6)], SamplingParams(2, ignore_eos=True)
+        )
+    lines = [r.getMessage() for r in caplog.records if "Prefill batch" in r.getMessage()]
+    taken = [int(line.split("#new-seq: ")[1].split(",")[0]) for line in lines]
+    assert sum(taken) == 6 and max(taken) <= 2
+
+
 async def test_oldest_request_is_never_retracted(make_engine: MakeEngine) -> None:
     engine = make_engine(small_pool(1, 700), schedule_conservativeness=0.01)
     rng = random.Random(3)
