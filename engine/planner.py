@@ -13,7 +13,7 @@ import numpy as np
 
 from treadle.engine.kv_pages import KvPages
 from treadle.engine.request import Request, Status
-from treadle.graphs.step import Int32s, Mode, SamplingBatch, SlotInit, Step, StepPlan
+from treadle.graphs.step import Int32s, Int64s, Mode, SamplingBatch, SlotInit, Step, StepPlan
 
 
 class Row(NamedTuple):
@@ -106,9 +106,28 @@ class Planner:
             page_updates=self._pages.tables.take(),
             slot_init=slot_init,
             sampling=SamplingBatch(
-                np.array(temperature, dtype=np.float32), all_greedy=not any(temperature)
+                np.array(temperature, dtype=np.float32),
+                all_greedy=not any(temperature),
+                banned=_banned(rows),
             ),
         )
+
+
+def _banned(rows: Sequence[Row]) -> tuple[Int64s, Int64s] | None:
+    """Tokens that would end a request before its min_new_tokens, by row."""
+    pairs = [
+        (place, token)
+        for place, row in enumerate(rows)
+        if row.samples and row.request.params.min_new_tokens
+        # the token that this row draws is counted as in flight already
+        if row.request.num_generated + row.request.num_in_flight
+        <= row.request.params.min_new_tokens
+        for token in row.request.stop_ids
+    ]
+    if not pairs:
+        return None
+    columns = np.array(pairs, dtype=np.int64)
+    return columns[:, 0], columns[:, 1]
 
 
 def _mode(num_decode: int, num_rows: int) -> Mode:

@@ -25,7 +25,7 @@ class SamplingParams:
     """Immutable; `validate` tells whether every value is legal."""
 
     max_new_tokens: int | None = 128  # None: the rest of the context
-    min_new_tokens: int = 0
+    min_new_tokens: int = 0  # before that many, no end token and none of stop_token_ids is drawn
     temperature: float = 1.0  # below 1e-6: greedy
     top_p: float = 1.0
     top_k: int = -1  # -1: all
@@ -172,7 +172,6 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 # Declared and range-checked, refused unless neutral.
 _NOT_BUILT: dict[str, Callable[[Any], bool]] = {
-    "min_new_tokens": lambda v: v == 0,
     "top_p": lambda v: v == 1.0,
     "top_k": lambda v: v == -1,
     "min_p": lambda v: v == 0.0,

@@ -174,6 +174,8 @@ class FakeExecutor:
             self._compute(int(slot), ids, int(plan.max_len[row]))
             if plan.samples[row]:
                 tokens[row] = self._sample(int(slot), handle.mask, row)
+                while _is_banned(plan, row, int(tokens[row, 0])):
+                    tokens[row] = (tokens[row] + 1) % self.capacity.vocab_size
                 self._last_token[slot] = tokens[row, 0]
         if taken != len(plan.token_ids):
             raise AssertionError(f"{len(plan.token_ids)} host tokens for {taken} places")
@@ -220,6 +222,11 @@ class FakeExecutor:
         if mask is not None and not mask[row, token]:
             token = int(np.flatnonzero(mask[row])[0])
         return token
+
+
+def _is_banned(plan: StepPlan, row: int, token: int) -> bool:
+    banned = plan.sampling.banned
+    return banned is not None and bool(((banned[0] == row) & (banned[1] == token)).any())
 
 
 class _KvStore:

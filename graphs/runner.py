@@ -85,6 +85,8 @@ class Runner:
         self._length[slots] = seq_lens
         sampling = inputs["sampling_rows"]
         logits = self._decoder.logits(hidden[cu_seqlens[1:][sampling] - 1])
+        if "banned_row" in inputs:
+            logits[inputs["banned_row"], inputs["banned_id"]] = -torch.inf
         if self._num_token_ids is not None and self._num_token_ids < logits.shape[1]:
             logits = logits[:, : self._num_token_ids].contiguous()
         temperature = None if plan.sampling.all_greedy else inputs["temperature"][sampling]
@@ -167,6 +169,10 @@ def _arrays(plan: StepPlan, sampling_rows: Int64s, group: str) -> dict[str, npt.
         "token_ids": token_ids,
         "sampling_rows": sampling_rows,
     }
+    if plan.sampling.banned is not None:
+        rows, ids = plan.sampling.banned
+        arrays["banned_row"] = np.searchsorted(sampling_rows, rows)  # rows of the logits
+        arrays["banned_id"] = np.ascontiguousarray(ids)
     if group in plan.page_updates:
         update = plan.page_updates[group]
         arrays["page_slot"] = update.req_slot.astype(np.int64)

@@ -76,6 +76,7 @@ class SamplingBatch:
     temperature: Float32s  # [R] 0 means the most likely token
     all_greedy: bool
     constrained: Bools | None = None  # [R] rows that wait for a mask; None: none do
+    banned: tuple[Int64s, Int64s] | None = None  # rows and token ids that they may not draw, pairs
 
 
 @dataclass(frozen=True, slots=True)

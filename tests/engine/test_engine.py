@@ -142,6 +142,20 @@ async def test_batch_takes_one_parameter_set_or_one_each(make_engine: MakeEngine
         await engine.generate(["a", "b", "c"], each[:2])
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("wanted", [0, 1, 2, 5])
+async def test_nothing_ends_an_answer_before_min_new_tokens(
+    make_engine: MakeEngine, depth: int, wanted: int
+) -> None:
+    engine = make_engine(speller("", depth=depth))  # would end at once, and at every token
+    params = {"max_new_tokens": 9, "min_new_tokens": wanted, "stop_token_ids": [EOS + 1]}
+    answer = await engine.generate(PROMPT, params)
+    assert answer.token_ids == [EOS + 2] * wanted + [EOS]
+    assert answer.finish_reason.matched == EOS
+    beside = await engine.generate([PROMPT, PROMPT], [params, {"max_new_tokens": 9}])
+    assert [a.completion_tokens for a in beside] == [wanted + 1, 1]
+
+
 async def test_large_batch_is_queued_in_pieces_and_answered_whole(make_engine: MakeEngine) -> None:
     params = SamplingParams(1, ignore_eos=True)  # the first are done before the last are queued
     answers = await make_engine().generate([[n % 250, n // 250] for n in range(300)], params)

@@ -72,7 +72,7 @@ def test_illegal_value_is_refused_by_name(name: str, value: object) -> None:
     ("name", "value"),
     [
         ("top_p", 0.9), ("top_k", 40), ("min_p", 0.1), ("frequency_penalty", 0.5),
-        ("presence_penalty", -0.5), ("repetition_penalty", 1.1), ("min_new_tokens", 1),
+        ("presence_penalty", -0.5), ("repetition_penalty", 1.1),
         ("stop_regex", ("a+",)), ("logit_bias", {"5": 1.0}), ("regex", "a"), ("ebnf", "root"),
         ("json_schema", "{}"), ("structural_tag", "{}"), ("beam_width", 2),
         ("custom_params", {"a": 1}), ("watermark", {"a": 1}),

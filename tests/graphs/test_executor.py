@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -278,6 +279,25 @@ async def test_rows_of_the_head_without_a_token_are_never_sampled(decoder: Decod
     steps += [host.step([(slot, None) for slot in range(4)], temperature=50.0) for _ in range(20)]
     drawn = [token for step in steps for token in column(await host.executor.launch(step))]
     assert max(drawn) < 40 and len(set(drawn)) > 15
+    await host.executor.close()
+
+
+@pytest.mark.parametrize("num_token_ids", [None, VOCAB - 1])
+async def test_banned_tokens_are_not_drawn_and_hurt_no_other_row(
+    decoder: Decoder, num_token_ids: int | None
+) -> None:
+    host = Host(decoder, 4, num_token_ids=num_token_ids)
+    prompts = [[7, 3, 9], [1, 2], [7, 3, 9]]
+    step = host.step(
+        [(slot, prompt) for slot, prompt in enumerate(prompts)],
+        samples=[True, False, True],
+        fresh=True,
+    )
+    free = continued(decoder, prompts[0], 1)[0]
+    banned = (np.array([2, 2]), np.array([free, VOCAB - 1]))  # the last may have no token
+    plan = replace(step.plan, sampling=replace(step.plan.sampling, banned=banned))
+    result = await host.executor.launch(Step(step.seq, (plan,)))
+    assert result.token_ids[0, 0] == free and result.token_ids[2, 0] != free
     await host.executor.close()
 
 

@@ -23,7 +23,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
     ("path", "fields"),
     [
         *((path, fields) for path in (CHAT, TEXT) for fields in (
-            {"min_tokens": 1}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1},
+            {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1},
             {"frequency_penalty": 0.1}, {"presence_penalty": -0.1}, {"repetition_penalty": 1.1},
             {"stop_regex": "a+"}, {"beam_width": 2}, {"logit_bias": {"5": 1}}, {"regex": "a"},
             {"ebnf": "root ::= x"}, {"structural_tag": "{}"}, {"custom_params": {"a": 1}},
