@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations, product
 from typing import Any
 
-from treadle.engine.config import EngineConfig, flag
+from treadle.engine.config import EngineConfig
+from treadle.engine.settings import flag
 
 Change = Mapping[str, Any]  # by flat name; None: leave the flag out
 Attempt = Callable[[Change], EngineConfig | None]
@@ -19,14 +20,17 @@ WANTED = 2
 _FRACTIONS = tuple(percent / 100 for percent in range(99, 0, -1))
 _STEPS = tuple(2**exponent for exponent in range(16, -1, -1))
 _LEAST = {"chunked_prefill_size": 16, "max_total_tokens": 64, "context_length": 64}
+_RIVALS = {"max_total_tokens": "mem_fraction_static", "cuda_graph_max_bs": "cuda_graph_bs"}
 _SMALLEST: Change = {
     "mem_fraction_static": None, "chunked_prefill_size": 1, "max_total_tokens": 64,
-    "max_running_requests": 1, "page_size": 1, "context_length": 64,
+    "cuda_graph_max_bs": 1, "cuda_graph_bs": None, "max_running_requests": 1, "page_size": 1,
+    "context_length": 64,
 }  # fmt: skip
 _ORDER = (  # cheapest first
     "mem_fraction_static",
     "chunked_prefill_size",
     "max_total_tokens",
+    "cuda_graph_max_bs",
     "max_running_requests",
     "page_size",
     "context_length",
@@ -68,13 +72,14 @@ def _ladder(name: str, given: Mapping[str, Any]) -> Iterator[Change]:
         if given[name] is not None:
             yield {name: None}
         yield from ({name: fraction} for fraction in _FRACTIONS)
-    elif name == "max_total_tokens":
-        without = {} if given["mem_fraction_static"] is None else {"mem_fraction_static": None}
-        yield from ({name: tokens, **without} for tokens in _STEPS if tokens >= _LEAST[name])
-    else:
-        now = given[name] or (1 if name == "page_size" else _STEPS[0] + 1)
-        least = _LEAST.get(name, 1)
-        yield from ({name: v} for v in _STEPS if v >= least and (v < now or now == -1))
+        return
+    rival = _RIVALS.get(name)
+    without = {rival: None} if rival and given[rival] is not None else {}
+    now = given[name] or (1 if name == "page_size" else _STEPS[0] + 1)
+    least = _LEAST.get(name, 1)
+    for value in _STEPS:
+        if value >= least and (value < now or now == -1 or name == "max_total_tokens"):
+            yield {name: value, **without}
 
 
 def _first(ladder: Iterator[Change], attempt: Attempt) -> Change | None:

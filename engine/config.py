@@ -7,72 +7,20 @@ SGLang's.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
+from functools import cache
 from typing import Any
 
 from treadle.engine.errors import ConfigError
 from treadle.engine.eviction import POLICY_NAMES, make_policy
+from treadle.engine.graph_config import GraphConfig, wish
+from treadle.engine.settings import AT_LEAST_ONE, Legal, check_setting, flag, names_of, setting
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half")
 SCHEDULE_POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority", "routing-key")
 CACHE_AWARE_POLICIES = ("lpm", "dfs-weight")  # they ask the prefix cache; without it: fcfs
-
-_KINDS: dict[str, Any] = {
-    "int": int,
-    "float": (int, float),
-    "bool": bool,
-    "str": str,
-    "Mapping": Mapping,
-}
-_NOUNS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text",
-          "Mapping": "a JSON object"}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Legal:
-    """What a setting may be. `also` is legal beside the range."""
-
-    choices: tuple[str, ...] = ()
-    at_least: int | None = None
-    above: float | None = None
-    below: float | None = None
-    also: int | None = None
-
-    def __contains__(self, value: Any) -> bool:
-        if self.choices:
-            return value in self.choices
-        if self.also is not None and value == self.also:
-            return True
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.below is None or value < self.below)
-        )
-
-    def __str__(self) -> str:
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        bounds = [
-            f"{word} {bound}"
-            for word, bound in (
-                ("of at least", self.at_least),
-                ("above", self.above),
-                ("below", self.below),
-            )
-            if bound is not None
-        ]
-        return " and ".join(bounds) + ("" if self.also is None else f", or {self.also}")
-
-
-def setting(default: Any, doc: str, legal: Legal = Legal()) -> Any:  # noqa: B008
-    """A flag: its default, its help text and what it may be."""
-    return field(default=default, metadata={"help": doc, "legal": legal})
-
-
-AT_LEAST_ONE = Legal(at_least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +28,7 @@ class ModelConfig:
     model_path: str | None = setting(
         None, "a GGUF file, a Hugging Face folder or a name in the local hub cache; "
         "without it the embedded model is served",
+        aliases=("model",),
     )  # fmt: skip
     served_model_name: str | None = setting(None, "the name clients use; default: the model path")
     tokenizer_path: str | None = setting(None, "default: the model path")
@@ -90,7 +39,9 @@ class ModelConfig:
         "tokens of the longest sequence, a prompt and at least one more; default: the model's",
         Legal(at_least=2),
     )
-    random_seed: int | None = setting(None, "seeds the requests that bring no seed of their own")
+    random_seed: int | None = setting(
+        None, "seeds the requests that bring no seed of their own", aliases=("seed",)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +61,9 @@ class MemoryConfig:
     )
     radix_eviction_policy_config: Mapping[str, Any] | None = setting(
         None, 'the policy\'s parameters, as JSON: {"protected_threshold": 2}'
+    )
+    enable_memory_saver: bool = setting(
+        False, "weights and KV pool can be given back to the system while nothing runs"
     )
 
 
@@ -181,6 +135,22 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelConfig:
+    attention_backend: str | None = setting(
+        None, "what computes attention; auto, the default: the first that serves model and device"
+    )
+    prefill_attention_backend: str | None = setting(
+        None, "the same for prompts; default: --attention-backend"
+    )
+    decode_attention_backend: str | None = setting(
+        None, "the same for generated tokens; default: --attention-backend"
+    )
+    sampling_backend: str | None = setting(
+        None, "what picks tokens; auto, the default: the first that runs on the device"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Immutable. `from_flags` takes the flat names."""
 
@@ -188,6 +158,8 @@ class EngineConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+    kernels: KernelConfig = field(default_factory=KernelConfig)
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any]) -> EngineConfig:
@@ -197,22 +169,29 @@ class EngineConfig:
         return config
 
     def replace(self, changes: Mapping[str, Any]) -> EngineConfig:
-        """The same with other values, by flat name.
+        """The same with other values, by flat name or alias.
 
-        Raises: ConfigError for an unknown name.
+        Raises: ConfigError for an unknown name, and for a name and its alias with unlike values.
         """
-        groups = {each.name: getattr(self, each.name) for each in fields(self)}
-        owners = {each.name: name for name, group in groups.items() for each in fields(group)}
-        chosen: dict[str, dict[str, Any]] = {name: {} for name in groups}
+        owners = _owners()
+        chosen: dict[str, dict[str, Any]] = {each.name: {} for each in fields(self)}
         for name, value in changes.items():
             if name not in owners:
                 close = difflib.get_close_matches(name, owners, n=1)
                 hint = f"; did you mean {close[0]}?" if close else ""
                 raise ConfigError(f"{name} is not a setting{hint}")
-            chosen[owners[name]][name] = value
-        return EngineConfig(
-            **{name: type(g)(**(_values(g) | chosen[name])) for name, g in groups.items()}
-        )
+            group, each = owners[name]
+            before = chosen[group].get(each.name, each.default)
+            if before == each.default:
+                chosen[group][each.name] = value
+            elif value not in (before, each.default):
+                names = " and ".join(map(flag, names_of(each)))
+                raise ConfigError(f"{names} are one setting, got both {before!r} and {value!r}")
+        return EngineConfig(**{
+            group: type(now)(**(_values(now) | new))
+            for group, new in chosen.items()
+            for now in (getattr(self, group),)
+        })  # fmt: skip
 
     def values(self) -> dict[str, Any]:
         """Every setting by flat name, in the order of the help."""
@@ -225,35 +204,25 @@ class EngineConfig:
         """Raises: ConfigError that names the flag and what is legal."""
         for group in (getattr(self, each.name) for each in fields(self)):
             for each in fields(group):
-                _check(each, getattr(group, each.name))
+                check_setting(each, getattr(group, each.name))
         make_policy(
             self.memory.radix_eviction_policy, self.memory.radix_eviction_policy_config or {}
         )
+        wish(self.graphs, "decode")
+        wish(self.graphs, "prefill")
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def kind_of(each: Field[Any]) -> str:
-    """`int`, `float`, `bool`, `str` or `Mapping`: what a setting holds when it is not None."""
-    return str(each.type).removesuffix(" | None").split("[")[0]
+@cache
+def _owners() -> Mapping[str, tuple[str, Field[Any]]]:
+    """Group and declaration of every setting, by flat name and alias."""
+    config = EngineConfig()
+    return {
+        name: (group.name, each)
+        for group in fields(config)
+        for each in fields(getattr(config, group.name))
+        for name in names_of(each)
+    }
 
 
 def _values(group: Any) -> dict[str, Any]:
     return {each.name: getattr(group, each.name) for each in fields(group)}
-
-
-def _check(each: Field[Any], value: Any) -> None:
-    if value is None and each.default is None:
-        return
-    kind, legal = kind_of(each), each.metadata["legal"]
-    is_kind = isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
-    if kind == "float" and is_kind:
-        is_kind = math.isfinite(value)
-    if not is_kind or value not in legal:
-        noun = "" if legal.choices else _NOUNS[kind]
-        range_ = str(legal)
-        raise ConfigError(
-            f"{flag(each.name)} must be {' '.join(filter(None, (noun, range_)))}, got {value!r}"
-        )

@@ -26,8 +26,11 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids complete."""
-        skipped, bytes_of = self._skipped, self._bytes_of
-        data = self._tail + b"".join([bytes_of(i) for i in token_ids if i not in skipped])
+        pieces, skipped = [self._tail], self._skipped
+        for token_id in token_ids:
+            if token_id not in skipped:
+                pieces.append(self._bytes_of(token_id))
+        data = b"".join(pieces)
         text, used = utf_8_decode(data, "replace", False)
         self._tail = data[used:]
         return text

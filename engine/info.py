@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from treadle.engine.config import EngineConfig
 from treadle.engine.tokenizer import Tokenizer
-from treadle.graphs.step import Executor
+from treadle.graphs.step import Executor, GraphReport
+
+NO_GRAPHS = GraphReport({}, {}, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +26,20 @@ class EngineInfo:
     created: int  # seconds since 1970
     version: str
     server_args: Mapping[str, object]  # every resolved setting by SGLang's flat name
+    weight_bytes: int = 0
+    kv_bytes: int = 0  # page tables included
+    available_bytes: int = 0  # what the device had left when everything was loaded
+    startup_s: Mapping[str, float] = field(default_factory=dict)  # by phase, hundredths
+
+    @property
+    def startup_time(self) -> float:
+        """Seconds; the phases add up to it."""
+        return round(sum(self.startup_s.values()), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy an engine is now."""
+    """How busy an engine is now, and how far the capture of its graphs is."""
 
     num_running_reqs: int
     num_waiting_reqs: int
@@ -37,6 +48,7 @@ class EngineLoad:
     num_total_tokens: int  # used and waiting
     max_total_num_tokens: int
     last_gen_throughput: float  # tokens a second
+    graphs: GraphReport = NO_GRAPHS
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 
-from treadle.engine.info import EngineLoad
+from treadle.engine.info import NO_GRAPHS, EngineLoad
 from treadle.engine.planner import Launch
 from treadle.engine.scheduler import Scheduler
+from treadle.graphs.step import GraphReport
 
 logger = logging.getLogger("treadle")
 
@@ -28,15 +29,15 @@ class StepLog:
         self._generated = 0
         self._last_prefill = self._last_decode = time.perf_counter()
 
-    def step(self, launch: Launch, num_generated: int) -> None:
-        """num_generated: tokens that the step sampled."""
+    def step(self, launch: Launch, num_generated: int, replayed: bool = False) -> None:
+        """num_generated: tokens that the step sampled. replayed: captured graphs ran it."""
         self._generated += num_generated
         if launch.num_prefill_tokens:
-            self._prefill(launch)
+            self._prefill(launch, replayed)
         if launch.num_decode_rows:
             self._decode_steps += 1
             if self._decode_steps % self._interval == 0:
-                self._decode(launch)
+                self._decode(launch, replayed)
 
     def idle(self) -> None:
         """The next interval starts when work comes again."""
@@ -47,7 +48,7 @@ class StepLog:
         pages = self._scheduler.pages
         return pages.num_used_tokens / pages.max_tokens
 
-    def _prefill(self, launch: Launch) -> None:
+    def _prefill(self, launch: Launch, replayed: bool) -> None:
         if not logger.isEnabledFor(logging.INFO):
             return
         now = time.perf_counter()
@@ -55,26 +56,29 @@ class StepLog:
         self._last_prefill = now
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
-            "#running-req: %d, #queue-req: %d, #pending-token: %d, %s: False, "
+            "#running-req: %d, #queue-req: %d, #pending-token: %d, %s: %s, "
             "input throughput (token/s): %.2f",
             launch.num_new_requests, launch.num_prefill_tokens, launch.num_cached_tokens,
             self._usage(), launch.num_running, len(self._scheduler.waiting),
-            self._scheduler.num_pending_tokens, self._graph_label, rate,
+            self._scheduler.num_pending_tokens, self._graph_label, replayed, rate,
         )  # fmt: skip
 
-    def _decode(self, launch: Launch) -> None:
+    def _decode(self, launch: Launch, replayed: bool) -> None:
+        """replayed: the last step of the interval."""
         now = time.perf_counter()
         self.gen_throughput = self._generated / max(now - self._last_decode, 1e-9)
         self._last_decode, self._generated = now, 0
         logger.info(
-            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %s: False, "
+            "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, %s: %s, "
             "gen throughput (token/s): %.2f, #queue-req: %d",
             launch.num_decode_rows, self._scheduler.pages.num_used_tokens, self._usage(),
-            self._graph_label, self.gen_throughput, len(self._scheduler.waiting),
+            self._graph_label, replayed, self.gen_throughput, len(self._scheduler.waiting),
         )  # fmt: skip
 
 
-def engine_load(scheduler: Scheduler, gen_throughput: float) -> EngineLoad:
+def engine_load(
+    scheduler: Scheduler, gen_throughput: float, graphs: GraphReport = NO_GRAPHS
+) -> EngineLoad:
     """The same counts for whoever asks."""
     used, pending = scheduler.pages.num_used_tokens, scheduler.num_pending_tokens
     return EngineLoad(
@@ -85,4 +89,5 @@ def engine_load(scheduler: Scheduler, gen_throughput: float) -> EngineLoad:
         num_total_tokens=used + pending,
         max_total_num_tokens=scheduler.pages.max_tokens,
         last_gen_throughput=gen_throughput,
+        graphs=graphs,
     )

@@ -19,6 +19,7 @@ from treadle.graphs.step import Executor, StepHandle, StepResult
 logger = logging.getLogger(__name__)
 
 STUCK_S = 0.05  # between two attempts to plan when work waits and nothing is in flight
+WATCH_S = 1.0  # a loop without work looks this often whether the device lives
 OUTPUT_SLICE_S = 0.001  # output yields to a pending completion this often
 
 
@@ -37,7 +38,8 @@ class Loop:
         depth: steps in flight, at most the executor's.
         """
         self.heartbeat = 0  # turns taken
-        self.error: str | None = None  # set when the device is lost
+        self.error: str | None = None  # how the device was lost
+        self.lost = asyncio.Event()
         self._scheduler = scheduler
         self._executor = executor
         self._outbox = outbox
@@ -46,6 +48,7 @@ class Loop:
         self._in_flight: deque[tuple[Launch, StepHandle]] = deque()
         self._wake = asyncio.Event()
         self._is_closed = False
+        self._is_held = False
         self._is_waiting = False  # for the oldest step in flight
 
     def wake(self) -> None:
@@ -56,6 +59,31 @@ class Loop:
         """Ends `run` once nothing is waiting, running or in flight."""
         self._is_closed = True
         self.wake()
+
+    async def hold(self) -> None:
+        """Launches nothing from now on; returns when no step is in flight.
+
+        Requests come, wait and can be aborted; what runs neither goes on nor ends.
+        """
+        self._is_held = True
+        while self._in_flight or self._is_waiting:
+            await asyncio.sleep(0.001)
+
+    def go_on(self) -> None:
+        """Ends `hold`."""
+        self._is_held = False
+        self.wake()
+
+    def check_device(self, error: Exception | None = None) -> None:
+        """Ends every request when the device no longer lives.
+
+        error: what made somebody ask.
+        """
+        if self.error is None and not self._executor.is_alive():
+            self.error = f"the device is lost: {error or 'it takes no more commands'}"
+            self._outbox.put(self._scheduler.fail_all(self.error, 503))
+            self.lost.set()
+            self.wake()
 
     async def takes_turns(self, timeout: float) -> bool:
         """Whether the loop takes a turn within `timeout` seconds, or waits for a step.
@@ -104,13 +132,18 @@ class Loop:
 
     async def _sleep(self) -> None:
         """Until something changes; with work that could not be planned, for a moment at most."""
-        patience = STUCK_S if self._scheduler.has_work and self.error is None else None
+        is_stuck = self._scheduler.has_work and self._may_launch
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), patience)
+            await asyncio.wait_for(self._wake.wait(), STUCK_S if is_stuck else WATCH_S)
         self._wake.clear()
+        self.check_device()
+
+    @property
+    def _may_launch(self) -> bool:
+        return self.error is None and not self._is_held
 
     def _launch(self) -> None:
-        while len(self._in_flight) < self._depth and self.error is None:
+        while len(self._in_flight) < self._depth and self._may_launch:
             launch = self._scheduler.schedule()
             if launch is None:
                 return
@@ -145,6 +178,4 @@ class Loop:
     def _fail(self, launch: Launch, error: Exception) -> None:
         logger.error("Step %d failed", launch.step.seq, exc_info=error)
         self._outbox.put(self._scheduler.fail(launch, f"the step failed: {error}"))
-        if not self._executor.is_alive():
-            self.error = f"the device is lost: {error}"
-            self._outbox.put(self._scheduler.fail_all(self.error, 503))
+        self.check_device(error)

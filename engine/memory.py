@@ -22,16 +22,6 @@ _BYTES_PER_PREFILL_GRAPH = 8 * MIB
 _LARGE_GPU_BYTES, _LARGE_GPU_RESERVE_BYTES = 60 * GB, 10 * GB
 _TABLE_ENTRY_BYTES = 4
 
-# tokens of the graphs that SGLang captures for prefill: first, last, step
-_PREFILL_LADDER = (
-    (4, 32, 4),
-    (48, 256, 16),
-    (288, 512, 32),
-    (576, 1024, 64),
-    (1280, 4096, 256),
-    (4608, 2**20, 512),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Tier:
@@ -125,12 +115,14 @@ class Equation:
         )
 
 
-def graph_bytes(facts: ModelFacts, decode_rows: int, prefill_tokens: int) -> int:
-    """Set aside for captured graphs of up to so many; a host's recordings take none."""
+def graph_bytes(facts: ModelFacts, decode_rows: int, prefill_graphs: int) -> int:
+    """Set aside for captured graphs; a host's recordings work in the activations.
+
+    decode_rows: of the largest decode graph. prefill_graphs: their number.
+    """
     if facts.is_host:
         return 0
-    ladder = (len(range(a, min(b, prefill_tokens) + 1, step)) for a, b, step in _PREFILL_LADDER)
-    return decode_rows * _BYTES_PER_DECODE_GRAPH_ROW + sum(ladder) * _BYTES_PER_PREFILL_GRAPH
+    return decode_rows * _BYTES_PER_DECODE_GRAPH_ROW + prefill_graphs * _BYTES_PER_PREFILL_GRAPH
 
 
 def automatic_fraction(facts: ModelFacts, work: Work, prefill_tokens: int, graphs: int) -> float:

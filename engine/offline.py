@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from treadle.engine.engine import Engine, Params, Prompt
@@ -75,6 +75,21 @@ class SyncEngine:
         if isinstance(answers, Completion):
             return native_answer(answers, elapsed)
         return [native_answer(answer, elapsed) for answer in answers]
+
+    def release_memory_occupation(self, tags: Collection[str] | None = None) -> None:
+        """Gives memory back to the system: `weights`, `kv_cache`, `cuda_graph`; None: all of it.
+
+        Calls for answers wait until it is resumed, those under way too.
+        Raises: InvalidRequest for an unknown tag or when the device cannot; EngineClosed.
+        """
+        self._run(self._need_engine().release_memory_occupation(tags))
+
+    def resume_memory_occupation(self, tags: Collection[str] | None = None) -> None:
+        """Takes memory again; everything goes on once all of it is back.
+
+        Raises: InvalidRequest for an unknown tag, EngineClosed; what kept the device from it.
+        """
+        self._run(self._need_engine().resume_memory_occupation(tags))
 
     def shutdown(self) -> None:
         """Aborts what runs and gives everything back. Idempotent."""

@@ -13,13 +13,13 @@ from typing import Any, TypeVar
 from treadle.engine.advice import alternatives, sentence
 from treadle.engine.config import CACHE_AWARE_POLICIES, EngineConfig
 from treadle.engine.errors import ConfigError
+from treadle.engine.graph_settings import GraphSettings, GraphSizes
 from treadle.engine.memory import (
     GB,
     Equation,
     ModelFacts,
     Work,
     automatic_fraction,
-    graph_bytes,
     kv_bytes,
     pool_pages,
     rows_beside,
@@ -45,6 +45,7 @@ class Resolved:
     mem_fraction_static: float
     max_total_tokens: int  # whole pages
     max_running_requests: int
+    graphs: GraphSettings
     equation: Equation
     reasons: Mapping[str, str]
     warnings: tuple[str, ...]
@@ -112,9 +113,11 @@ class _Solver:
         chunk = self._chunk()
         usual = chunk if chunk > 0 else schedule.max_prefill_tokens
         largest = chunk if chunk > 0 else max(usual, context)
-        decode_rows = tier_of(facts.capacity_bytes).decode_rows
-        rows = schedule.max_running_requests or (HOST_MAX_RUNNING if facts.is_host else decode_rows)
-        graphs = graph_bytes(facts, min(rows, decode_rows), usual)
+        rows = schedule.max_running_requests or (
+            HOST_MAX_RUNNING if facts.is_host else tier_of(facts.capacity_bytes).decode_rows
+        )
+        sizes = self._graph_sizes(usual, largest)
+        graphs = sizes.reserve_bytes(schedule.max_running_requests)
         expected = Work(largest, rows, pages_per_row=-(-context // page))
         fraction = self._pick(
             "mem_fraction_static",
@@ -131,10 +134,11 @@ class _Solver:
             facts.weight_bytes,
             kv_bytes(facts, tokens, page, work),
             work.activation_bytes(facts),
-            graphs,
+            sizes.reserve_bytes(running),
             largest,
         )
         self._check(equation, running)
+        settled = sizes.settle(running)
         found: dict[str, Any] = {
             "context_length": context,
             "page_size": page,
@@ -144,10 +148,11 @@ class _Solver:
             "max_running_requests": running,
         }
         return Resolved(
-            config=self._config.replace(found | self._policy()),
+            config=self._config.replace(found | sizes.values | self._policy()),
+            graphs=settled,
             equation=equation,
-            reasons=self._reasons,
-            warnings=tuple(self._warnings),
+            reasons=self._reasons | sizes.reasons,
+            warnings=(*self._warnings, *sizes.warnings),
             **found,
         )
 
@@ -163,6 +168,12 @@ class _Solver:
         capacity = self._facts.capacity_bytes
         return self._pick("chunked_prefill_size", given, tier_of(capacity).chunk_size,
                           f"usual for a GPU of {capacity / GB:.0f} GB")  # fmt: skip
+
+    def _graph_sizes(self, usual: int, largest: int) -> GraphSizes:
+        """usual, largest: tokens of steps."""
+        facts = self._facts
+        pool = self._config.memory.max_total_tokens or facts.total_bytes // facts.bytes_per_token
+        return GraphSizes(self._config.graphs, facts, min(usual, pool), min(largest, pool))
 
     def _pool_tokens(self, fraction: float, page: int, context: int) -> int:
         """Whole pages. Raises: _DoesNotFit."""

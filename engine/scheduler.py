@@ -167,6 +167,16 @@ class Scheduler:
             self._finish(request, FinishReason("abort", message=message, status_code=status_code))
         return requests
 
+    def lose_kv(self) -> None:
+        """No KV survives: running requests start over with their tokens, nothing stays cached.
+
+        No step may be in flight.
+        """
+        assert not self._launched, "a step in flight uses pages"
+        for request in list(self.running):
+            self._retract(request)
+        self.pages.flush()
+
     def check_integrity(self) -> None:
         """Raises: AssertionError when a page, a slot or a count is lost."""
         self.pages.check_integrity(self.running)

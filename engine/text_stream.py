@@ -27,17 +27,20 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that may go out."""
-        return self._match(self._detokenizer.push(token_ids))
+        text = self._detokenizer.push(token_ids)
+        return text if self._stops is None else self._match(text, self._stops)
 
     def finish(self) -> str:
         """What was held back, at the end of the tokens."""
-        text = self._match(self._detokenizer.finish())
-        if self._stops is not None and self.matched is None:
-            text += self._stops.finish()
+        text = self._detokenizer.finish()
+        if self._stops is not None:
+            text = self._match(text, self._stops)
+            if self.matched is None:
+                text += self._stops.finish()
         return text
 
-    def _match(self, text: str) -> str:
-        if self._stops is None or self.matched is not None:
-            return text if self.matched is None else ""
-        text, self.matched = self._stops.push(text)
+    def _match(self, text: str, stops: StopMatcher) -> str:
+        if self.matched is not None:
+            return ""
+        text, self.matched = stops.push(text)
         return text

@@ -36,8 +36,17 @@ class Device(Protocol):
     def record(self) -> Event:
         """Marks the end of what has been queued so far. Called on the launch thread."""
 
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        """Copies to staging memory after what is queued, beside what will be queued."""
+
     def enter_thread(self) -> None:
         """Called once on the launch thread before its first command."""
+
+    def synchronize(self) -> None:
+        """Waits for all that has been queued."""
+
+    def is_lost(self) -> bool:
+        """Whether nothing can be run any more. Asked after an error."""
 
     def free_bytes(self) -> int:
         """Memory that is free now."""
@@ -60,6 +69,16 @@ class HostDevice:
 
     def record(self) -> Event:
         return _HostEvent(random.uniform(0.0, self._max_delay_s))
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        destination.copy_(source)
+        return self.record()
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_lost(self) -> bool:
+        return False
 
     def enter_thread(self) -> None:
         torch.set_grad_enabled(False)
@@ -86,14 +105,30 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._results = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return _CudaEvent(event)
+        return self._record(self._stream)
+
+    def copy_out(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        self._results.wait_stream(self._stream)
+        with torch.cuda.stream(self._results):
+            destination.copy_(source, non_blocking=True)
+        return self._record(self._results)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def is_lost(self) -> bool:
+        """An error that has spoilt the context comes back from every later call."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return True
+        return False
 
     def enter_thread(self) -> None:
         torch.set_grad_enabled(False)
@@ -102,6 +137,12 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    @staticmethod
+    def _record(stream: torch.cuda.Stream) -> Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return _CudaEvent(event)
 
 
 class _CudaEvent:

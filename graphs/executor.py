@@ -13,17 +13,32 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Generator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from treadle.graphs.capture import BackgroundCapture, keys_of
 from treadle.graphs.device import Device, Event
+from treadle.graphs.occupation import Occupation
 from treadle.graphs.runner import Forwarded, Runner
-from treadle.graphs.step import Bools, Capacity, Step, StepResult
+from treadle.graphs.step import (
+    Bools,
+    Capacity,
+    GraphReport,
+    MemoryTag,
+    Step,
+    StepResult,
+)
 
 logger = logging.getLogger(__name__)
+
+IDLE_S = 0.02  # without a command for so long nobody is kept waiting by a capture
+
+YIELD_S = 0.001  # between two such captures, in which the event loop gets its turn
 
 
 class DeviceHandle:
@@ -74,6 +89,14 @@ class _Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class _Control:
+    """Command: something between two steps."""
+
+    call: Callable[[], None]
+    done: Future[None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Launched:
     """A step whose last device work is queued."""
 
@@ -83,17 +106,31 @@ class _Launched:
     started: float
 
 
+_Command = DeviceHandle | _Sampling | _Control | None
+
+
 class DeviceExecutor:
     """Implements `Executor` for CUDA and the host."""
 
-    def __init__(self, runner: Runner, device: Device, depth: int = 2) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        device: Device,
+        depth: int,
+        capture: BackgroundCapture,
+        occupation: Occupation | None = None,
+    ) -> None:
+        """occupation: None for memory that is never given back."""
         self.depth = depth
-        self._runner = runner
+        self.runner = runner
         self._device = device
+        self._capture = capture
+        self._occupation = occupation
+        self._is_lost = False
         self._in_flight: list[DeviceHandle] = []
         self._next_seq = 1
         self._forwarded: dict[int, tuple[Forwarded, float]] = {}  # constrained, not yet sampled
-        self._commands: queue.SimpleQueue[DeviceHandle | _Sampling | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[_Launched | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._launch_loop, name="treadle-launch", daemon=True),
@@ -106,12 +143,12 @@ class DeviceExecutor:
 
     @property
     def capacity(self) -> Capacity:
-        return self._runner.capacity
+        return self.runner.capacity
 
     def launch(self, step: Step) -> DeviceHandle:
         self._in_flight = [handle for handle in self._in_flight if not handle.done()]
         if not self.is_alive():
-            raise RuntimeError("the executor is closed or its launch thread has died")
+            raise RuntimeError("the executor is closed or its device is lost")
         if step.seq != self._next_seq:
             raise RuntimeError(f"step {step.seq} launched, {self._next_seq} is next")
         if len(self._in_flight) >= self.depth:
@@ -119,7 +156,7 @@ class DeviceExecutor:
         if self._in_flight and self._in_flight[-1].needs_mask:
             raise RuntimeError(f"step {self._in_flight[-1].seq} still waits for its mask")
         self._next_seq += 1
-        handle = DeviceHandle(self, step)
+        handle = DeviceHandle(self, replace(step, choice=self.runner.graphs.choose(step.plan)))
         self._in_flight.append(handle)
         self._commands.put(handle)
         return handle
@@ -128,8 +165,31 @@ class DeviceExecutor:
         """Called by the handle, once."""
         self._commands.put(_Sampling(handle, mask))
 
+    def prepare(self, all_graphs: bool) -> None:
+        """Captures the largest decode bucket, or everything. Blocks; the rest comes later."""
+
+        def run() -> None:
+            self._capture.first()
+            if all_graphs:
+                self._capture.all()
+
+        self._queue_control(run).result()
+
+    async def release(self, tags: Collection[MemoryTag]) -> None:
+        assert self._occupation is not None, "this executor was given nothing to release"
+        call = partial(self._occupation.release, tags)
+        await asyncio.wrap_future(self._queue_control(call))
+
+    async def resume(self, tags: Collection[MemoryTag]) -> None:
+        assert self._occupation is not None, "this executor was given nothing to release"
+        call = partial(self._occupation.resume, tags)
+        await asyncio.wrap_future(self._queue_control(call))
+
+    def graphs(self) -> GraphReport:
+        return self.runner.graphs.report()
+
     def is_alive(self) -> bool:
-        return all(thread.is_alive() for thread in self._threads)
+        return not self._is_lost and all(thread.is_alive() for thread in self._threads)
 
     async def close(self) -> None:
         atexit.unregister(self._stop)
@@ -141,27 +201,62 @@ class DeviceExecutor:
         for thread in self._threads:
             thread.join()
 
+    def _queue_control(self, call: Callable[[], None]) -> Future[None]:
+        done: Future[None] = Future()
+        self._commands.put(_Control(call, done))
+        return done
+
     def _launch_loop(self) -> None:
         self._device.enter_thread()
-        while (command := self._commands.get()) is not None:
+        while (command := self._next_command()) is not None:
+            if isinstance(command, _Control):
+                self._control(command)
+                continue
             handle = command.handle if isinstance(command, _Sampling) else command
             try:
+                if self._is_lost:
+                    raise RuntimeError("the device is lost")
                 if isinstance(command, _Sampling):
                     self._sample(command)
                 else:
                     self._forward(command)
             except Exception as error:
                 self._forwarded.pop(handle.seq, None)
-                handle.post(error)
+                self._fail(handle, error)
         self._launched.put(None)
+
+    def _next_command(self) -> _Command:
+        """Waits for a command; captures once there has been none for a while."""
+        patience = IDLE_S
+        while not self._capture.is_done and not self._is_lost:
+            try:
+                return self._commands.get(timeout=patience)
+            except queue.Empty:
+                self._capture.when_idle()
+                patience = YIELD_S
+        return self._commands.get()
+
+    def _control(self, command: _Control) -> None:
+        try:
+            self._device.synchronize()
+            command.call()
+        except Exception as error:
+            command.done.set_exception(error)
+        else:
+            command.done.set_result(None)
 
     def _forward(self, handle: DeviceHandle) -> None:
         started = time.perf_counter()
-        forwarded = self._runner.forward(handle.step)
-        if handle.step.plan.is_constrained:
+        step = handle.step
+        forwarded = self.runner.forward(step)
+        if step.plan.is_constrained:
             self._forwarded[handle.seq] = (forwarded, started)
         else:
             self._finish(handle, forwarded, started, None)
+        assert step.choice is not None
+        if not step.choice.replays:
+            self._capture.ask(keys_of(step.plan, step.choice))
+        self._capture.after_step(1e3 * (time.perf_counter() - started))
 
     def _sample(self, command: _Sampling) -> None:
         entry = self._forwarded.pop(command.handle.seq, None)
@@ -171,20 +266,27 @@ class DeviceExecutor:
     def _finish(
         self, handle: DeviceHandle, forwarded: Forwarded, started: float, mask: Bools | None
     ) -> None:
-        self._runner.sample(handle.seq, forwarded, mask)
-        self._launched.put(_Launched(handle, self._device.record(), forwarded, started))
+        event = self.runner.sample(handle.step, forwarded, mask)
+        self._launched.put(_Launched(handle, event, forwarded, started))
 
     def _wait_loop(self) -> None:
         while (launched := self._launched.get()) is not None:
-            handle, plan = launched.handle, launched.handle.step.plan
+            handle, step = launched.handle, launched.handle.step
             try:
                 launched.event.wait()
-                tokens = np.zeros((plan.num_rows, 1), dtype=np.int32)
-                sampled = self._runner.take(handle.seq, launched.forwarded)
-                tokens[plan.samples, 0] = sampled
+                tokens = np.zeros((step.plan.num_rows, 1), dtype=np.int32)
+                sampled = self.runner.take(handle.seq, launched.forwarded)
+                tokens[step.plan.samples, 0] = sampled
                 elapsed_ms = (time.perf_counter() - launched.started) * 1e3
-                handle.post(
-                    StepResult(handle.seq, tokens, plan.samples.astype(np.int32), elapsed_ms)
-                )
+                accepted = step.plan.samples.astype(np.int32)
+                replayed = step.choice is not None and step.choice.replays
+                handle.post(StepResult(handle.seq, tokens, accepted, elapsed_ms, replayed))
             except Exception as error:
-                handle.post(error)
+                self._fail(handle, error)
+
+    def _fail(self, handle: DeviceHandle, error: Exception) -> None:
+        """Tells whoever waits, after finding out whether anything can follow."""
+        if not self._is_lost and self._device.is_lost():
+            logger.critical("The device is lost at step %d: %s", handle.seq, error)
+            self._is_lost = True
+        handle.post(error)

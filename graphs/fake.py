@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ import numpy as np
 from treadle.graphs.step import (
     Bools,
     Capacity,
+    GraphReport,
     Int64s,
     KvGroup,
+    MemoryTag,
     Step,
     StepPlan,
     StepResult,
@@ -97,7 +99,10 @@ class FakeExecutor:
         self.capacity = capacity
         self.depth = depth
         self.fail_next: Exception | None = None  # raised by the next step that runs
+        self.fail_memory: Exception | None = None  # raised by the next release or resume
         self.is_lost = False
+        self.can_release = True
+        self.released: set[MemoryTag] = set()
         self.idle_ms = 0.0  # virtual device time without work between two steps
         self.num_steps = 0
         self._token_function = token_function
@@ -117,6 +122,8 @@ class FakeExecutor:
         self._launched = deque(handle for handle in self._launched if not handle.done())
         if self.is_lost:
             raise RuntimeError("the device is lost")
+        if self.released:
+            raise RuntimeError(f"step {step.seq} launched without {', '.join(self.released)}")
         if step.seq != self._next_seq:
             raise RuntimeError(f"step {step.seq} launched, {self._next_seq} is next")
         if len(self._launched) >= self.depth:
@@ -129,6 +136,28 @@ class FakeExecutor:
         self._launched.append(handle)
         self._advance_clock()
         return handle
+
+    async def release(self, tags: Collection[MemoryTag]) -> None:
+        """Runs what is queued; a step that reads lost KV later fails."""
+        self._check_memory_call()
+        if not self.can_release:
+            raise RuntimeError("memory can be released only with --enable-memory-saver")
+        await asyncio.sleep(0)
+        if self._queue:
+            self.run_until(self._queue[-1].seq)
+        self.released.update(tags)
+        if "kv_cache" in tags:
+            for store in self._stores.values():
+                store.wipe()
+
+    async def resume(self, tags: Collection[MemoryTag]) -> None:
+        self._check_memory_call()
+        await asyncio.sleep(0)
+        self.released.difference_update(tags)
+
+    def graphs(self) -> GraphReport:
+        nothing: tuple[int, ...] = ()
+        return GraphReport({"decode": nothing, "prefill": nothing}, {"decode": 0, "prefill": 0}, 0)
 
     def is_alive(self) -> bool:
         return not self.is_lost
@@ -146,6 +175,14 @@ class FakeExecutor:
                 handle.result = self._run(handle)
             except Exception as error:
                 handle.result = error
+
+    def _check_memory_call(self) -> None:
+        """Raises what an error of the device would."""
+        if self.is_lost:
+            raise RuntimeError("the device is lost")
+        error, self.fail_memory = self.fail_memory, None
+        if error is not None:
+            raise error
 
     def _advance_clock(self) -> None:
         now = time.perf_counter()
@@ -237,6 +274,11 @@ class _KvStore:
         self.kv: UInt64s = np.zeros(group.tokens, dtype=np.uint64)
         pages = -(-capacity.max_model_len // group.page_size)
         self.table: Int64s = np.full((capacity.slots, pages), -1, dtype=np.int64)
+
+    def wipe(self) -> None:
+        """No hash is 0, so whatever is read before it is written again is stale."""
+        self.kv.fill(0)
+        self.table.fill(-1)
 
     def read(self, slot: int, start: int, end: int) -> UInt64s:
         hashes: UInt64s = self.kv[self._places(slot, start, end)]

@@ -1,43 +1,56 @@
-"""What a step does on the device: slot state, the model's forward, sampling, feeding back.
+"""What a step does on the device: inputs to their places, forward, sampling, results on their way.
 
-Knows plans and tensors; never threads or the event loop. Last tokens, lengths and seeds live here,
-per slot; positions and cache slots follow from them, so the host need not know how many tokens an
-earlier step accepted.
+Knows plans, buffers and graphs; never threads or the event loop. Last tokens, lengths and seeds
+live on the device, per slot; positions and cache slots follow from them, so the host need not know
+how many tokens an earlier step accepted.
 
-Axes: R rows, T tokens, N rows that sample, V vocabulary.
+Axes: R rows, T tokens, N rows that sample, U page-table updates, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from treadle.graphs.buffers import InputRing, ResultRing
-from treadle.graphs.device import Device
+from treadle.graphs.backends import GraphBackend
+from treadle.graphs.buckets import Buckets, GraphKey
+from treadle.graphs.buffers import InputBuffers, Padding, ResultRing
+from treadle.graphs.capture import GraphTable, is_split, keys_of
+from treadle.graphs.device import Device, Event
 from treadle.graphs.kv_memory import KvMemory
-from treadle.graphs.models.decoder import Decoder
-from treadle.graphs.sampler import sample
-from treadle.graphs.step import Bools, Capacity, Int64s, Step, StepPlan
+from treadle.graphs.models.decoder import Activations, Decoder
+from treadle.graphs.programs import Outputs, Programs
+from treadle.graphs.step import Bools, Capacity, GraphChoice, Int64s, Step, StepPlan
 from treadle.kernels.paged_attention import AttentionMeta
+from treadle.kernels.sampling import ban, mask_logits
+from treadle.kernels.slots import HostRows, SlotState, prepare_tokens, update_pages
 
 
 @dataclass(frozen=True, slots=True)
 class Forwarded:
-    """A step between its forward and its sampling."""
+    """A step between its forward and the copy of its tokens."""
 
-    logits: torch.Tensor  # [N, V] float32
-    slots: torch.Tensor  # [N] slots of the rows that sample
-    temperature: torch.Tensor | None  # [N]
-    sampling_rows: npt.NDArray[np.int64]  # [N] rows of the plan
+    outputs: Outputs  # of the padded rows
+    sampling_rows: Int64s  # [N] rows of the plan
+    is_sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What a runner makes room for."""
+
+    depth: int  # steps in flight
+    buckets: Buckets
+    num_token_ids: int | None = None  # ids that have a meaning; those beyond are never sampled
 
 
 class Runner:
-    """Eager execution of steps. Called on one thread, in launch order."""
+    """Runs steps in their order, on one thread."""
 
     def __init__(
         self,
@@ -45,141 +58,203 @@ class Runner:
         memory: KvMemory,
         capacity: Capacity,
         device: Device,
-        depth: int,
-        num_token_ids: int | None = None,
+        backend: GraphBackend,
+        sizes: Sizes,
     ) -> None:
-        """num_token_ids: ids that have a meaning; the head's rows beyond them are never sampled."""
         self.capacity = capacity
-        self._decoder = decoder
-        self._num_token_ids = num_token_ids
         self._memory = memory
-        self._inputs = InputRing(device, depth + 1)
-        self._results = ResultRing(device, depth + 1, capacity.slots)
-        at = device.torch_device
-        self._length = torch.zeros(capacity.slots, dtype=torch.int64, device=at)
-        self._last_token = torch.zeros(capacity.slots, dtype=torch.int64, device=at)
-        self._seed = torch.zeros(capacity.slots, dtype=torch.int64, device=at)
+        self._device = device
+        table = memory.page_table
+        padding = Padding(
+            memory.scratch_slot, memory.scratch_slot * table.shape[1], memory.group.pages
+        )
+        slots = capacity.slots
+        self._inputs = InputBuffers(device, sizes.depth + 1, slots, padding)
+        self._results = ResultRing(device, sizes.depth + 1, slots)
+        length, last_token, seed = (
+            torch.zeros(slots + 1, dtype=torch.int64, device=table.device) for _ in range(3)
+        )
+        self._state = SlotState(length, last_token, seed, table, memory.group.page_size)
+        rows = max(sizes.buckets.decode_rows, default=0)
+        self._programs = Programs(
+            decoder,
+            memory,
+            self._state,
+            self._inputs.rows,
+            max_tokens=max(rows, *sizes.buckets.prefill_tokens, 0),
+            max_rows=rows,
+            num_token_ids=sizes.num_token_ids,
+        )
+        self.graphs = GraphTable(backend, sizes.buckets, self._programs.parts, self._pad)
 
     @torch.inference_mode()
     def forward(self, step: Step) -> Forwarded:
-        """Runs the model over the step's tokens and moves the slots' lengths on."""
+        """Runs the model over the step's tokens and moves the slots' lengths on.
+
+        A decode whose logits nobody touches samples as well: all of it is one graph.
+        """
         plan = step.plan
-        sampling_rows = np.flatnonzero(plan.samples)
-        inputs = self._inputs.fill(step.seq, _arrays(plan, sampling_rows, self._memory.group.name))
-        self._apply_updates(inputs)
-        slots, row = inputs["req_slot"], inputs["row"]
-        start = self._length[slots]
-        cu_seqlens = inputs["cu_seqlens"]
-        positions = start[row] + inputs["offset"]
-        tokens = torch.where(
-            inputs["from_host"][row], inputs["token_ids"], self._last_token[slots][row]
+        choice = step.choice or self.graphs.choose(plan)
+        outputs = self._programs.outputs(choice.rows)
+        is_decode = plan.mode == "decode"
+        forwarded = Forwarded(
+            outputs, np.flatnonzero(plan.samples), is_decode and not is_split(plan)
         )
-        seq_lens = start + inputs["q_len"]
-        hidden = self._decoder.forward(
-            tokens,
-            positions,
-            self._memory.layers,
-            self._slot_mapping(slots[row], positions),
-            self._attention_meta(plan, slots, cu_seqlens, seq_lens),
-        )
-        self._length[slots] = seq_lens
-        sampling = inputs["sampling_rows"]
-        logits = self._decoder.logits(hidden[cu_seqlens[1:][sampling] - 1])
-        if "banned_row" in inputs:
-            logits[inputs["banned_row"], inputs["banned_id"]] = -torch.inf
-        if self._num_token_ids is not None and self._num_token_ids < logits.shape[1]:
-            logits = logits[:, : self._num_token_ids].contiguous()
-        temperature = None if plan.sampling.all_greedy else inputs["temperature"][sampling]
-        return Forwarded(logits, slots[sampling], temperature, sampling_rows)
+        prepare = self._decode if is_decode else self._prefill
+        ragged = prepare(step.seq, plan, choice, forwarded)
+        if "banned_row" in ragged:
+            ban(outputs.logits, ragged["banned_row"], ragged["banned_id"])
+        return forwarded
 
     @torch.inference_mode()
-    def sample(self, seq: int, forwarded: Forwarded, mask: Bools | None) -> None:
+    def sample(self, step: Step, forwarded: Forwarded, mask: Bools | None) -> Event:
         """Picks a token per sampling row, feeds it back into the slots and sends it out.
 
-        mask: [R, V] over the plan's rows, True where allowed.
+        mask: [R, V] over the plan's rows, True where allowed. Returns when the tokens have arrived.
         """
-        slots = forwarded.slots
-        allowed = None
-        if mask is not None:
-            width = forwarded.logits.shape[1]
-            allowed = torch.from_numpy(mask[forwarded.sampling_rows, :width]).to(slots.device)
-        tokens = sample(
-            forwarded.logits,
-            forwarded.temperature,
-            self._seed[slots],
-            self._length[slots],
-            allowed,
-        )
-        self._last_token[slots] = tokens
-        self._results.put(seq, tokens)
+        outputs, count = forwarded.outputs, len(forwarded.sampling_rows)
+        if not forwarded.is_sampled and count:
+            if mask is not None:
+                logits = outputs.logits[:count, : mask.shape[1]]
+                allowed = torch.from_numpy(mask[forwarded.sampling_rows])
+                mask_logits(logits, allowed.to(logits.device))
+            choice = step.choice or self.graphs.choose(step.plan)
+            if choice.replays:
+                self.graphs.replay(GraphKey("sample", choice.rows, choice.rows))
+            else:
+                self._programs.sampling(len(outputs.tokens), outputs)()
+        return self._results.put(step.seq, outputs.tokens[:count])
 
     def take(self, seq: int, forwarded: Forwarded) -> Int64s:
-        """The sampled tokens [N], once the step's event has passed. Any thread."""
+        """The sampled tokens [N], once the event of `sample` has passed. Any thread."""
         return self._results.take(seq, len(forwarded.sampling_rows))
 
-    def _apply_updates(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if "page_slot" in inputs:
-            place = (inputs["page_slot"], inputs["page_index"])
-            self._memory.page_table[place] = inputs["page_id"]
-        if "init_slot" in inputs:
-            slots = inputs["init_slot"]
-            self._length[slots] = inputs["init_length"]
-            self._seed[slots] = inputs["init_seed"]
+    def reset(self) -> None:
+        """Forgets all slots and KV, after their memory was taken away."""
+        self._memory.reset()
+        self._memory.clear_scratch()
+        self._state.length.zero_()
 
-    def _slot_mapping(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        size = self._memory.group.page_size
-        pages = self._memory.page_table[slots, positions // size]
-        return pages.long() * size + positions % size
+    def _decode(
+        self, seq: int, plan: StepPlan, choice: GraphChoice, forwarded: Forwarded
+    ) -> dict[str, Tensor]:
+        """One token a row. Returns the step's ragged arrays on the device."""
+        arrays = {"slots": plan.req_slot, "temperature": plan.sampling.temperature}
+        places = self._page_updates(plan)
+        fits = len(places.get("page_place", ())) <= choice.rows
+        ragged = _slot_init(plan) | _banned(plan, forwarded) | ({} if fits else places)
+        arrived = self._inputs.fill(seq, choice.rows, arrays | (places if fits else {}), ragged)
+        self._apply(arrived)
+        if choice.replays:
+            self.graphs.replay(keys_of(plan, choice)[0])
+        else:
+            outputs, samples = forwarded.outputs, forwarded.is_sampled
+            self._programs.decode(choice.rows, outputs, samples=samples)()
+        return arrived
 
-    def _attention_meta(
-        self,
-        plan: StepPlan,
-        slots: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        seq_lens: torch.Tensor,
-    ) -> AttentionMeta:
-        size = self._memory.group.page_size
-        longest = int(plan.max_len.max())
-        width = -(-longest // size)
-        return AttentionMeta(
-            cu_seqlens_q=cu_seqlens.int(),
-            seq_lens=seq_lens.int(),
-            page_table=self._memory.page_table[:, :width][slots],
-            page_size=size,
-            max_q_len=int(plan.q_len.max()),
-            max_seq_len=longest,
-        )
+    def _prefill(
+        self, seq: int, plan: StepPlan, choice: GraphChoice, forwarded: Forwarded
+    ) -> dict[str, Tensor]:
+        """Rows of any length. Returns the step's ragged arrays on the device."""
+        if len(plan.token_ids) and not 0 <= plan.token_ids.min() <= plan.token_ids.max() < (
+            self.capacity.vocab_size
+        ):
+            raise IndexError(f"a token id is not within 0 to {self.capacity.vocab_size - 1}")
+        ends = np.cumsum(plan.q_len, dtype=np.int32)
+        sampling_rows = forwarded.sampling_rows
+        arrays = {
+            "slots": plan.req_slot[sampling_rows],
+            "temperature": plan.sampling.temperature[sampling_rows],
+            "logit_rows": ends[sampling_rows] - 1,
+        }
+        ragged = self._page_updates(plan) | _slot_init(plan) | _token_arrays(plan, ends)
+        arrived = self._inputs.fill(seq, choice.rows, arrays, ragged | _banned(plan, forwarded))
+        self._apply(arrived)
+        rows = HostRows(*(arrived[name] for name in _HOST_ROWS))
+        activations = self._programs.activations(choice.tokens)
+        prepare_tokens(self._state, rows, self._programs.token_inputs(activations))
+        if plan.num_tokens < choice.tokens:
+            self._programs.pad(activations, plan.num_tokens)
+        longest = int(plan.q_len.max()), int(plan.max_len.max())
+        meta = self._programs.meta(rows.cu_seqlens, rows.slots, *longest)
+        self._run_pieces(choice, activations, meta)
+        if choice.rows and choice.replays:
+            self.graphs.replay(GraphKey("head", choice.rows, choice.rows))
+        elif choice.rows:
+            self._programs.head(choice.rows, activations, forwarded.outputs)()
+        return arrived
+
+    def _run_pieces(
+        self, choice: GraphChoice, activations: Activations, meta: AttentionMeta
+    ) -> None:
+        key = GraphKey("prefill", choice.tokens, 0)
+        pieces = () if choice.replays else self._programs.pieces(activations)
+        for index in range(self._programs.num_layers + 1):
+            if choice.replays:
+                self.graphs.replay(key, index)
+            else:
+                pieces[index]()
+            if index < self._programs.num_layers:
+                self._programs.attend(index, activations, meta)
+
+    def _apply(self, arrays: dict[str, Tensor]) -> None:
+        """What a step changes outside of graphs, before anything else."""
+        if "page_place" in arrays:
+            update_pages(self._state.page_table, arrays["page_place"], arrays["page_id"])
+        if "init_slot" in arrays:
+            slots = arrays["init_slot"]
+            self._state.length[slots] = arrays["init_length"]
+            self._state.seed[slots] = arrays["init_seed"]
+
+    def _page_updates(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+        update = plan.page_updates.get(self._memory.group.name)
+        if update is None:
+            return {}
+        width = self._memory.page_table.shape[1]
+        return {
+            "page_place": update.req_slot.astype(np.int64) * width + update.index,
+            "page_id": np.ascontiguousarray(update.page_id),
+        }
+
+    def _pad(self) -> None:
+        """All rows and tokens become padding: what a warm-up runs on."""
+        self._inputs.pad_all()
+        self._programs.pad_all()
 
 
-def _arrays(plan: StepPlan, sampling_rows: Int64s, group: str) -> dict[str, npt.NDArray[Any]]:
-    """A plan as the arrays that travel. Index arrays are int64, as torch wants them."""
+_HOST_ROWS = ("row_slots", "cu_seqlens", "from_host", "host_ids", "row")
+
+
+def _token_arrays(plan: StepPlan, ends: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[Any]]:
+    """A plan's rows and tokens as the arrays that travel."""
     row = np.repeat(np.arange(plan.num_rows), plan.q_len)
-    cu_seqlens = np.zeros(plan.num_rows + 1, dtype=np.int64)
-    np.cumsum(plan.q_len, out=cu_seqlens[1:])
-    token_ids = np.zeros(len(row), dtype=np.int64)
-    token_ids[plan.from_host[row]] = plan.token_ids
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "req_slot": plan.req_slot.astype(np.int64),
-        "q_len": plan.q_len,
+    host_ids = np.zeros(len(row), dtype=np.int64)
+    host_ids[plan.from_host[row]] = plan.token_ids
+    return {
+        "row_slots": plan.req_slot.astype(np.int64),
+        "cu_seqlens": np.concatenate([np.zeros(1, np.int32), ends]),
         "from_host": plan.from_host,
-        "temperature": plan.sampling.temperature,
+        "host_ids": host_ids,
         "row": row,
-        "offset": np.arange(len(row)) - cu_seqlens[row],
-        "cu_seqlens": cu_seqlens,
-        "token_ids": token_ids,
-        "sampling_rows": sampling_rows,
     }
-    if plan.sampling.banned is not None:
-        rows, ids = plan.sampling.banned
-        arrays["banned_row"] = np.searchsorted(sampling_rows, rows)  # rows of the logits
-        arrays["banned_id"] = np.ascontiguousarray(ids)
-    if group in plan.page_updates:
-        update = plan.page_updates[group]
-        arrays["page_slot"] = update.req_slot.astype(np.int64)
-        arrays["page_index"] = update.index.astype(np.int64)
-        arrays["page_id"] = np.ascontiguousarray(update.page_id)
-    if plan.slot_init is not None:
-        arrays["init_slot"] = plan.slot_init.req_slot.astype(np.int64)
-        arrays["init_length"] = plan.slot_init.length.astype(np.int64)
-        arrays["init_seed"] = plan.slot_init.seed.view(np.int64)
-    return arrays
+
+
+def _banned(plan: StepPlan, forwarded: Forwarded) -> dict[str, npt.NDArray[Any]]:
+    """Pairs of a row of the logits and a token id."""
+    if plan.sampling.banned is None:
+        return {}
+    rows, ids = plan.sampling.banned
+    return {
+        "banned_row": np.searchsorted(forwarded.sampling_rows, rows),
+        "banned_id": np.ascontiguousarray(ids),
+    }
+
+
+def _slot_init(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+    if plan.slot_init is None:
+        return {}
+    return {
+        "init_slot": plan.slot_init.req_slot.astype(np.int64),
+        "init_length": plan.slot_init.length.astype(np.int64),
+        "init_seed": plan.slot_init.seed.view(np.int64),
+    }

@@ -9,7 +9,7 @@ k tokens accepted by a row in one step (1 today).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -109,11 +109,21 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphChoice:
+    """The padded shape that a step runs in; chosen once, followed on every rank."""
+
+    tokens: int  # of the forward, padding included
+    rows: int  # rows that sample, padding included
+    replays: bool  # captured graphs run it; else the same code, eagerly
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """A command: run the plans. One plan per attention-data-parallel group, one group today."""
 
     seq: int  # position in the one ordered command sequence
     plans: tuple[StepPlan, ...]
+    choice: GraphChoice | None = None  # the executor's, made at launch
 
     @property
     def plan(self) -> StepPlan:
@@ -128,6 +138,7 @@ class StepResult:
     token_ids: Int32s  # [R, k]; undefined beyond num_accepted
     num_accepted: Int32s  # [R] 0 for a row that does not sample
     device_ms: float
+    replayed: bool = False  # captured graphs ran it
 
 
 class StepHandle(Protocol):
@@ -150,6 +161,19 @@ class StepHandle(Protocol):
         """
 
 
+MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache", "cuda_graph")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """How far capture is. Phases: `decode`, `prefill`."""
+
+    captured: Mapping[str, tuple[int, ...]]  # buckets, in rows or tokens
+    planned: Mapping[str, int]  # buckets that there will be
+    num_bytes: int  # that graphs take
+
+
 class Executor(Protocol):
     """Consumes one ordered sequence of commands. Called from the event loop's thread only."""
 
@@ -166,6 +190,19 @@ class Executor(Protocol):
         Raises: RuntimeError when seq is out of order, `depth` steps are in flight, the previous
         step still waits for its mask, or the device is lost.
         """
+
+    async def release(self, tags: Collection[MemoryTag]) -> None:
+        """Gives memory back to the system after what is queued; addresses stay.
+
+        No step may be launched until it is resumed. KV contents are lost.
+        Raises: RuntimeError when the device cannot, naming the flag that makes it able.
+        """
+
+    async def resume(self, tags: Collection[MemoryTag]) -> None:
+        """Takes the memory again; weights are read from the checkpoint, graphs captured anew."""
+
+    def graphs(self) -> GraphReport:
+        """What is captured now."""
 
     async def close(self) -> None:
         """Finishes what is queued and releases the device. Idempotent."""

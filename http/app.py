@@ -5,7 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from treadle.http.errors import errors_as_json
-from treadle.http.routes import cache, chat, completions, health, loads, models, native
+from treadle.http.routes import cache, chat, completions, health, loads, memory, models, native
 from treadle.http.state import STATE, ServerState
 
 
@@ -15,6 +15,6 @@ def create_app(state: ServerState) -> web.Application:
         middlewares=[errors_as_json], client_max_size=state.settings.max_body_bytes
     )
     app[STATE] = state
-    for module in (cache, chat, completions, health, loads, models, native):
+    for module in (cache, chat, completions, health, loads, memory, models, native):
         app.add_routes(module.routes)
     return app

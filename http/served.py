@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from treadle.engine.info import EngineInfo, EngineLoad
@@ -23,6 +24,12 @@ class ServedEngine(Protocol):
 
     @property
     def is_ready(self) -> bool: ...
+
+    @property
+    def lost(self) -> asyncio.Event: ...
+
+    @property
+    def released_memory(self) -> Sequence[str]: ...
 
     async def is_healthy(self, timeout: float = ...) -> bool: ...
 
@@ -58,3 +65,7 @@ class ServedEngine(Protocol):
     def abort_all(self) -> None: ...
 
     async def flush_cache(self, timeout: float = ...) -> int: ...
+
+    async def release_memory_occupation(self, tags: Collection[str] | None = ...) -> None: ...
+
+    async def resume_memory_occupation(self, tags: Collection[str] | None = ...) -> None: ...

@@ -7,6 +7,7 @@ a client is told 503 and when to come back, not refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -24,11 +25,12 @@ from treadle.http.connection import Connection
 from treadle.http.served import ServedEngine
 from treadle.http.state import ServerState
 
+logger = logging.getLogger("treadle")
+
 T = TypeVar("T")
 
 ABORT_GRACE_S = 2.0  # for aborted streams to send their last event
 CLOSE_GRACE_S = 0.5  # for handlers that are left after that
-LOSS_POLL_S = 1.0
 BACKLOG = 2048
 
 
@@ -103,9 +105,9 @@ async def serve(
     settings: ServerSettings,
     on_ready: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serves until SIGTERM, SIGINT or the loss of the engine.
+    """Serves until SIGTERM, SIGINT or the loss of the engine's device.
 
-    A second signal ends at once what still runs.
+    A second signal ends at once what still runs, and so does the loss.
 
     start_engine: runs while the server already answers 503. on_ready: told the port.
     Raises: ConfigError, ModelError or what else start_engine raises.
@@ -130,10 +132,13 @@ async def serve(
         if not starting.done():
             starting.cancel()
             return
-        state.engine = starting.result()
+        engine = state.engine = starting.result()
         on_ready(server.port)
-        await _first(first.wait(), _lost(state.engine))
-        await server.drain(second.wait)
+        await _first(first.wait(), engine.lost.wait())
+        if engine.lost.is_set():
+            logger.error("The device is lost: the server ends its streams and leaves")
+        # after a loss every request has its error already: nothing is worth waiting for
+        await server.drain(lambda: _first(second.wait(), engine.lost.wait()))
     finally:
         await server.stop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -148,12 +153,6 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
-
-
-async def _lost(engine: ServedEngine) -> None:
-    """Returns when the engine takes no more work."""
-    while engine.is_ready:
-        await asyncio.sleep(LOSS_POLL_S)
 
 
 async def _first(*waits: Awaitable[object]) -> None:

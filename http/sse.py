@@ -36,6 +36,7 @@ class EventStream:
             }
         )
         self._is_chunked = request.version >= HttpVersion11
+        self._transport: asyncio.Transport | None = None
         self._held: dict[int, RequestOutput] = {}
         self._is_holding = True
         self._drainer: asyncio.Task[None] | None = None
@@ -47,7 +48,7 @@ class EventStream:
     async def open(self) -> None:
         """Sends the headers and what is held."""
         await self._response.prepare(self._request)
-        transport = self._request.transport
+        transport = self._transport = self._request.transport
         if transport is not None:
             transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         self._release()
@@ -77,7 +78,7 @@ class EventStream:
         return self._response
 
     def _write(self, events: bytes) -> None:
-        transport = self._request.transport
+        transport = self._transport
         if not events or transport is None or transport.is_closing():
             return
         transport.write(b"%x\r\n%b\r\n" % (len(events), events) if self._is_chunked else events)

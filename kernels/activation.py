@@ -7,15 +7,16 @@ Axes: T tokens, I intermediate size. Shazeer, GLU Variants Improve Transformer, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.kernels import gpu, host
 
-_silu_and_mul = host.function(
-    "treadle_silu_and_mul",
-    [host.INT, *[host.POINTER] * 2, *[host.SIZE] * 2],
-)
+_ARGUMENTS = [host.INT, *[host.POINTER] * 2, *[host.SIZE] * 3]
+_silu_and_mul = host.function("treadle_silu_and_mul", _ARGUMENTS)
+_gelu_tanh_and_mul = host.function("treadle_gelu_tanh_and_mul", _ARGUMENTS)
 
 
 def silu_and_mul(
@@ -26,13 +27,9 @@ def silu_and_mul(
         from treadle.kernels.gpu import activation
 
         return activation.silu_and_mul(gate_up)
-    kind = host.kind(gate_up)
-    if _silu_and_mul is None or kind is None or not gate_up.is_contiguous():
+    if _silu_and_mul is None or not _is_compiled_for(gate_up):
         return silu_and_mul_torch(gate_up)
-    tokens, width = gate_up.shape
-    out = gate_up.new_empty(tokens, width // 2)
-    _silu_and_mul(kind, gate_up.data_ptr(), out.data_ptr(), tokens, width // 2)
-    return out
+    return _gate(_silu_and_mul, gate_up)
 
 
 def gelu_tanh_and_mul(
@@ -43,10 +40,34 @@ def gelu_tanh_and_mul(
         from treadle.kernels.gpu import activation
 
         return activation.gelu_tanh_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
+    if _gelu_tanh_and_mul is None or not _is_compiled_for(gate_up):
+        return gelu_tanh_and_mul_torch(gate_up)
+    return _gate(_gelu_tanh_and_mul, gate_up)
 
 
 def silu_and_mul_torch(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def gelu_tanh_and_mul_torch(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _is_compiled_for(gate_up: Tensor) -> bool:
+    return host.kind(gate_up) is not None and gate_up.stride(1) == 1
+
+
+def _gate(kernel: Callable[..., None], gate_up: Tensor) -> Tensor:
+    tokens, width = gate_up.shape
+    out = host.empty((tokens, width // 2), gate_up.dtype)
+    kernel(
+        host.kind(gate_up),
+        gate_up.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        width // 2,
+        gate_up.stride(0),
+    )
+    return out

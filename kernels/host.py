@@ -14,10 +14,12 @@ import os
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch  # before the library: its OpenMP symbols come from torch's runtime
 from torch import Tensor
+
+from treadle.kernels import tape
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +72,68 @@ def _load() -> ctypes.CDLL | None:
 LIBRARY: Final = _load()
 
 
-def function(name: str, argtypes: Sequence[type]) -> Callable[..., None] | None:
-    """A C function of the library, or None when the library is not there."""
+class Function:
+    """A C function of the library. While a thread records a tape, its calls are noted, not made."""
+
+    __slots__ = ("argtypes", "_address", "_pointer")
+
+    def __init__(self, library: ctypes.CDLL, name: str, argtypes: Sequence[type]) -> None:
+        self.argtypes = list(argtypes)
+        self._pointer = library[name]
+        self._pointer.argtypes = self.argtypes
+        self._pointer.restype = None
+        self._address = ctypes.cast(library[f"{name}_words"], ctypes.c_void_p).value or 0
+
+    def __call__(self, *arguments: Any) -> None:
+        recorded = tape.active()
+        if recorded is None:
+            self._pointer(*arguments)
+        else:
+            recorded.note(self._address, tape.to_words(self.argtypes, arguments))
+
+
+def function(name: str, argtypes: Sequence[type]) -> Function | None:
+    """None when the library is not there."""
+    return None if LIBRARY is None else Function(LIBRARY, name, argtypes)
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """A kernel's output, contiguous: the recorded tape's memory, or new memory."""
+    recorded = tape.active()
+    if recorded is not None:
+        return recorded.workspace.empty(shape, dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """An output of x's shape, contiguous whatever x is."""
+    return empty(x.shape, x.dtype, x.device)
+
+
+def call(operator: Callable[..., object], *arguments: Any, **keywords: Any) -> None:
+    """A torch operator that writes into the output it is given: run, or noted on a tape."""
+    recorded = tape.active()
+    if recorded is None:
+        operator(*arguments, **keywords)
+    else:
+        recorded.note_call(operator, arguments, keywords)
+
+
+def record(body: Callable[[], object], workspace: tape.Workspace) -> tape.Tape:
+    """What body does, ready to play; nothing of it has run.
+
+    Raises: NotRecordable.
+    """
     if LIBRARY is None:
-        return None
-    pointer = LIBRARY[name]
-    pointer.argtypes = list(argtypes)
-    pointer.restype = None
-    return pointer
+        raise tape.NotRecordable("there are no compiled host kernels")
+    recorded = tape.Tape(workspace)
+    with tape.record(recorded):
+        body()
+    play = LIBRARY.treadle_play
+    play.argtypes = [POINTER, SIZE]
+    play.restype = None
+    recorded.seal(play)
+    return recorded
 
 
 def kind(x: Tensor) -> int | None:

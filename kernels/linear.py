@@ -23,6 +23,7 @@ def linear(
     x: Tensor,  # [..., in]
     weight: Tensor,  # [out, in] x's dtype
     bias: Tensor | None = None,  # [out] x's dtype
+    out: Tensor | None = None,  # [T, out] contiguous; x is [T, in] then
 ) -> Tensor:  # [..., out]
     """x W^T + b, summed in fp32 and rounded once to x's dtype."""
     kind = host.kind(x)
@@ -39,8 +40,9 @@ def linear(
         or weight.dtype is not x.dtype
         or not weight.is_contiguous()
     ):
-        return F.linear(x, weight, bias)
-    out = x.new_empty(tokens[0], outputs)
+        return _linear_torch(x, weight, bias, out)
+    if out is None:
+        out = host.empty((tokens[0], outputs), x.dtype)
     _linear(
         kind,
         x.data_ptr(),
@@ -52,4 +54,16 @@ def linear(
         outputs,
         x.stride(0),
     )
+    return out
+
+
+def _linear_torch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    if x.ndim != 2:
+        return F.linear(x, weight, bias)
+    if out is None:
+        out = host.empty((len(x), len(weight)), x.dtype, x.device)
+    if bias is None:
+        host.call(torch.mm, x, weight.t(), out=out)
+    else:
+        host.call(torch.addmm, bias, x, weight.t(), out=out)
     return out

@@ -2,7 +2,8 @@
 
 Knows slots, pages and lengths: never a request, nor how the pages were allocated.
 
-Axes: T tokens, R rows, H query heads, K kv heads, D head dim, N token slots, P pages of a row.
+Axes: T tokens, R rows, H query heads, K kv heads, D head dim, N token slots, S rows of the page
+table, P pages of each.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from treadle.kernels import gpu, host
 
 _paged_attention = host.function(
     "treadle_paged_attention",
-    [host.INT, *[host.POINTER] * 7, *[host.SIZE] * 8, host.FLOAT],
+    [host.INT, *[host.POINTER] * 8, *[host.SIZE] * 8, host.FLOAT],
 )
 _MAX_HOST_DIM = 256
 _NO_WINDOW = 1 << 40
@@ -30,20 +31,23 @@ class AttentionMeta:
     """Where each row's queries and cached tokens are.
 
     Row r owns queries cu_seqlens_q[r]:cu_seqlens_q[r + 1], the last positions of its sequence. Its
-    position p lies in cache slot page_table[r, p // page_size] * page_size + p % page_size. Entries
-    of the page table that no visible position needs may hold anything.
+    position p lies in cache slot page_table[s, p // page_size] * page_size + p % page_size, where
+    s = req_slot[r]. What no visible position needs may hold anything: entries of the page table,
+    and of a row without queries everything else.
     """
 
-    cu_seqlens_q: Tensor  # [R + 1] int32, starts at 0, strictly increasing
+    cu_seqlens_q: Tensor  # [R + 1] int32, starts at 0, never decreases
     seq_lens: Tensor  # [R] int32, tokens of the row after this step
-    page_table: Tensor  # [R, P] int32
+    req_slot: Tensor  # [R] int64, the row's place in the page table
+    page_table: Tensor  # [S, P] int32, may be a strided view
     page_size: int  # tokens
-    max_q_len: int  # tokens, at least the longest row's
+    max_q_len: int  # tokens, at least the longest row's, from 1
     max_seq_len: int  # tokens, at least the longest row's
 
     def __post_init__(self) -> None:
         for tensor in (self.cu_seqlens_q, self.seq_lens, self.page_table):
             assert tensor.dtype is torch.int32 and tensor.stride(-1) == 1
+        assert self.req_slot.dtype is torch.int64 and self.req_slot.stride(-1) == 1
 
 
 def paged_attention(
@@ -53,15 +57,17 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
-) -> Tensor:  # [T, H, D] q's dtype, contiguous
+    out: Tensor | None = None,  # [T, H, D] q's dtype, contiguous
+) -> Tensor:  # [T, H, D] out, or a new one
     """Softmax attention in fp32; the cache already holds the queries' own keys and values.
 
     window: a query at position p sees the keys at positions above p - window.
+    Of the output, tokens that belong to no row are left as they are.
     """
     if gpu.serves(q):
         from treadle.kernels.gpu import paged_attention as triton_attention
 
-        return triton_attention.paged_attention(q, k_cache, v_cache, meta, scale, window)
+        return triton_attention.paged_attention(q, k_cache, v_cache, meta, scale, window, out)
     kind = host.kind(q)
     _, q_heads, dim = q.shape
     q_stride, *q_inner = q.stride()
@@ -74,8 +80,9 @@ def paged_attention(
         and dim <= _MAX_HOST_DIM
     )
     if _paged_attention is None or kind is None or not can_compile:
-        return paged_attention_torch(q, k_cache, v_cache, meta, scale, window)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        return paged_attention_torch(q, k_cache, v_cache, meta, scale, window, out)
+    out = host.empty_like(q) if out is None else out
+    assert out.is_contiguous() and out.shape == q.shape and out.dtype is q.dtype
     _paged_attention(
         kind,
         q.data_ptr(),
@@ -84,6 +91,7 @@ def paged_attention(
         out.data_ptr(),
         meta.cu_seqlens_q.data_ptr(),
         meta.seq_lens.data_ptr(),
+        meta.req_slot.data_ptr(),
         meta.page_table.data_ptr(),
         meta.seq_lens.shape[0],
         q_heads,
@@ -105,12 +113,14 @@ def paged_attention_torch(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode rows run as padded batches, longer rows one after the other in blocks of queries."""
     cache = _Cache(k_cache, v_cache, meta.page_size, scale, window)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if meta.max_q_len == 1:
-        _decode(q, cache, meta.seq_lens, meta.page_table, meta.max_seq_len, out)
+        _decode_batch(q, cache, meta, out)
         return out
     starts, lengths = meta.cu_seqlens_q.tolist(), meta.seq_lens.tolist()
     q_lens = [end - begin for begin, end in pairwise(starts)]
@@ -118,14 +128,16 @@ def paged_attention_torch(
     if single:
         rows = torch.tensor(single, device=q.device)
         tokens = meta.cu_seqlens_q[rows]
+        table = meta.page_table[meta.req_slot[rows]]
         longest = max(lengths[r] for r in single)
         piece = torch.empty_like(out[: len(single)])
-        _decode(q[tokens], cache, meta.seq_lens[rows], meta.page_table[rows], longest, piece)
+        _decode(q[tokens], cache, meta.seq_lens[rows], table, longest, piece)
         out[tokens] = piece
     for r, q_len in enumerate(q_lens):
         if q_len > 1:
             row = slice(starts[r], starts[r + 1])
-            _prefill(q[row], cache, lengths[r], meta.page_table[r : r + 1], out[row])
+            table = meta.page_table[meta.req_slot[r : r + 1]]
+            _prefill(q[row], cache, lengths[r], table, out[row])
     return out
 
 
@@ -140,6 +152,22 @@ class _Cache:
     def span(self, q_len: int, seq_len: int) -> int:
         """Positions that the last q_len queries of a row can see."""
         return seq_len if self.window is None else min(seq_len, self.window + q_len - 1)
+
+
+def _decode_batch(q: Tensor, cache: _Cache, meta: AttentionMeta, out: Tensor) -> None:
+    """Rows of one query or none, without a look at what only the device knows."""
+    token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    row = torch.searchsorted(meta.cu_seqlens_q[1:], token, right=True)
+    is_real = row < meta.seq_lens.shape[0]
+    row = row.clamp_max(meta.seq_lens.shape[0] - 1)
+    seq_lens = meta.seq_lens[row].where(is_real, 1)
+    longest = max(seq_lens.tolist(), default=1) if q.is_cpu else meta.max_seq_len
+    slots = meta.req_slot[row].where(is_real, 0)
+    table = meta.page_table[slots, : -(-longest // meta.page_size)]
+    table = table.where(is_real.unsqueeze(1), 0)  # whatever else stands there is no page
+    piece = torch.empty_like(out)
+    _decode(q, cache, seq_lens, table, longest, piece)
+    out.copy_(piece.where(is_real[:, None, None], out))
 
 
 def _decode(

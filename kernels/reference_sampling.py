@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+
 
 def paged_attention(
     q: Tensor,  # [T, H, D]
@@ -103,23 +105,39 @@ def kept(
     return keep
 
 
-def draw(
+def uniform(seed: int, position: int, vocab: int) -> list[float]:
+    """Numbers strictly between 0 and 1 of a row's tokens: 31 bits of their hashes, and a half."""
+    row = _splitmix64(_splitmix64(seed) + position * _GOLDEN)
+    hashes = [_splitmix64(row + token * _GOLDEN) for token in range(vocab)]
+    return [((x >> 33) + 0.5) / 2**31 for x in hashes]
+
+
+def gumbel(seed: int, position: int, vocab: int) -> Tensor:
+    """Noise [V] of a row's tokens: the inverse distribution function at 1 - uniform."""
+    noise = [-math.log(-math.log1p(-v)) for v in uniform(seed, position, vocab)]
+    return torch.tensor(noise, dtype=torch.float64)
+
+
+def _splitmix64(x: int) -> int:
+    """The generator's first output from this state (Steele, Lea, Flood 2014)."""
+    x = (x + _GOLDEN) % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def scores(
     logits: Tensor,  # [V]
     temperature: float,
     top_k: int,
     top_p: float,
     min_p: float,
-    uniform: float,  # in [0, 1)
-) -> int:
-    """Walks the kept tokens in the order of their ids until `uniform` of their mass is passed."""
+    noise: Tensor,  # [V]
+) -> Tensor:  # [V]
+    """What a draw takes the largest of: the kept tokens' tempered log-probabilities with noise."""
     keep = kept(logits, temperature, top_k, top_p, min_p)
-    masses = torch.where(keep, (logits.double() / temperature).softmax(0), 0.0)
-    passed, target = 0.0, uniform * float(masses.sum())
-    for token, mass in enumerate(masses.tolist()):
-        passed += mass
-        if passed > target:
-            return token
-    return int(logits.argmax())
+    noisy = (logits.double() / temperature).log_softmax(0) + noise
+    return torch.where(keep, noisy, -math.inf)
 
 
 def logprobs(logits: Tensor, tokens: Tensor) -> Tensor:

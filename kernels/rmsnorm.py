@@ -18,7 +18,7 @@ _rms_norm = host.function(
 )
 _add_rms_norm = host.function(
     "treadle_add_rms_norm",
-    [host.INT, *[host.POINTER] * 5, *[host.SIZE] * 2, host.FLOAT],
+    [host.INT, *[host.POINTER] * 4, *[host.SIZE] * 2, host.FLOAT],
 )
 
 
@@ -41,7 +41,7 @@ def rms_norm(
     is_dense = inner == [1] or inner == [dim, 1]
     if _rms_norm is None or kind is None or not is_dense or weight.dtype is not x.dtype:
         return rms_norm_torch(x, weight, eps)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = host.empty_like(x)
     _rms_norm(
         kind,
         x.data_ptr(),
@@ -58,11 +58,11 @@ def rms_norm(
 
 def add_rms_norm(
     x: Tensor,  # [..., D]
-    residual: Tensor,  # [..., D] x's dtype
+    residual: Tensor,  # [..., D] x's dtype, becomes x + residual
     weight: Tensor,  # [D] x's dtype
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum: (normed, new_residual)."""
+) -> Tensor:  # [..., D] x's dtype
+    """The norm of `x + residual`, a sum that the residual keeps, rounded to its dtype."""
     if gpu.serves(x):
         from treadle.kernels.gpu import norm
 
@@ -72,7 +72,7 @@ def add_rms_norm(
     is_uniform = residual.dtype is x.dtype and weight.dtype is x.dtype
     if _add_rms_norm is None or kind is None or not is_dense or not is_uniform:
         return add_rms_norm_torch(x, residual, weight, eps)
-    normed, new_residual = torch.empty_like(x), torch.empty_like(x)
+    normed = host.empty_like(x)
     dim = x.shape[-1]
     _add_rms_norm(
         kind,
@@ -80,12 +80,11 @@ def add_rms_norm(
         residual.data_ptr(),
         weight.data_ptr(),
         normed.data_ptr(),
-        new_residual.data_ptr(),
         x.numel() // dim,
         dim,
         eps,
     )
-    return normed, new_residual
+    return normed
 
 
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,8 +93,6 @@ def rms_norm_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * scale).to(x.dtype) * weight
 
 
-def add_rms_norm_torch(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    new_residual = x + residual
-    return rms_norm_torch(new_residual, weight, eps), new_residual
+def add_rms_norm_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    residual.add_(x)
+    return rms_norm_torch(residual, weight, eps)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from typing import Any
 
-from treadle.engine.config import EngineConfig, flag, kind_of
+from treadle.engine.config import EngineConfig
 from treadle.engine.errors import TreadleError
+from treadle.engine.settings import flag, kind_of, names_of
 from treadle.tools.version import treadle_version
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
-_ALIASES = {"model_path": ("--model",), "random_seed": ("--seed",)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def engine_flags(options: argparse.Namespace) -> dict[str, object]:
     """The options that are engine settings, by flat name."""
-    names = [each.name for group in _groups() for each in fields(group)]
-    chosen = {name: getattr(options, name) for name in names}
-    if options.model is not None:
-        chosen["model_path"] = options.model
+    given = vars(options)
+    names = [name for group in _groups() for each in fields(group) for name in names_of(each)]
+    chosen = {name: given[name] for name in names if name in given}
+    if options.place is not None:
+        chosen["model_path"] = options.place
     return chosen
 
 
@@ -74,6 +75,24 @@ def human_int(text: str) -> int:
         return int(float(number) * _SUFFIXES[suffix]) if suffix else int(number)
     except (ValueError, OverflowError):
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer such as 4096 or 4k") from None
+
+
+def integers(text: str) -> list[int]:
+    """One or more integers with commas between them."""
+    return [human_int(number.strip()) for number in text.split(",")]
+
+
+class _Extend(argparse.Action):
+    """Stores the numbers of all words of an option as one list."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, [number for word in values for number in word])
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -141,12 +160,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, run: object) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="same as --model-path")
+    parser.add_argument("place", nargs="?", metavar="MODEL", help="same as --model-path")
     for group in _groups():
         section = parser.add_argument_group(type(group).__name__.removesuffix("Config").lower())
         for each in fields(group):
-            names = (flag(each.name), *_ALIASES.get(each.name, ()))
-            section.add_argument(*names, dest=each.name, **_reading(each))
+            for name in names_of(each):
+                section.add_argument(flag(name), dest=name, **_reading(each, name))
     parser.add_argument("--log-level", default="info",
                         choices=("debug", "info", "warning", "error"), help="(info)")  # fmt: skip
     parser.add_argument("--explain", action="store_true",
@@ -155,16 +174,20 @@ def _add_engine_flags(parser: argparse.ArgumentParser, run: object) -> None:
     parser.set_defaults(run=run, known=known)
 
 
-def _reading(each: Field[Any]) -> dict[str, Any]:
-    """How argparse reads a setting."""
-    kind, doc = kind_of(each), each.metadata["help"]
+def _reading(each: Field[Any], name: str) -> dict[str, Any]:
+    """How argparse reads a setting under one of its names."""
+    kind, doc, default = kind_of(each), each.metadata["help"], each.default
+    if name != each.name:
+        doc, default = f"same as {flag(each.name)}", argparse.SUPPRESS
     if kind == "bool":
-        return {"action": "store_true", "help": doc}
+        return {"action": "store_true", "default": default, "help": doc}
+    if kind == "Sequence":
+        return {"action": _Extend, "nargs": "+", "type": integers, "default": default, "help": doc}
     return {
-        "default": each.default,
+        "default": default,
         "choices": each.metadata["legal"].choices or None,
         "type": _READERS[kind],
-        "help": doc + ("" if each.default is None else f" ({each.default})"),
+        "help": doc + ("" if default in (None, argparse.SUPPRESS) else f" ({default})"),
     }
 
 

@@ -10,27 +10,38 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from treadle.engine.config import EngineConfig, flag
+from treadle.engine.config import EngineConfig
 from treadle.engine.errors import ConfigError, ModelError
 from treadle.engine.info import EngineInfo, Parts
 from treadle.engine.memory import GB
 from treadle.engine.resolve import Resolved, context_length, resolve
+from treadle.engine.settings import flag
 from treadle.engine.tokenizer import Tokenizer
+from treadle.graphs.arena import Arena, open_arena
+from treadle.graphs.assemble import ExecutorOptions, build_executor
 from treadle.graphs.device import Device, has_bf16_arithmetic, open_device
 from treadle.graphs.executor import DeviceExecutor
 from treadle.graphs.kv_memory import KvMemory
-from treadle.graphs.models.decoder import Decoder
+from treadle.graphs.layers.attention import ByPhase
 from treadle.graphs.models.spec import DecoderSpec
-from treadle.graphs.runner import Runner
 from treadle.graphs.step import Capacity, KvGroup
-from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
+from treadle.graphs.weights.load import (
+    CheckpointError,
+    Loaded,
+    load_model,
+    read_spec,
+    reload_parameters,
+)
+from treadle.kernels import attention_backends
 from treadle.tools.footprint import kv_shape, model_facts
 from treadle.tools.machine import room
 from treadle.tools.model_source import ModelSource, locate, resolve_model
+from treadle.tools.startup import CURRENT, Startup
 from treadle.tools.tokenizer_source import load_tokenizer
 from treadle.tools.version import treadle_version
 
@@ -57,6 +68,7 @@ class Survey:
     dtype: torch.dtype
     resolved: Resolved  # from the memory that will be free
     reasons: dict[str, tuple[str, str]]  # what was chosen here: value and why, by flat name
+    attention: dict[str, str]  # backend by phase
 
 
 def survey(config: EngineConfig) -> Survey:
@@ -94,19 +106,68 @@ def survey(config: EngineConfig) -> Survey:
         "dtype": (str(dtype).removeprefix("torch."), why_dtype),
         "device": (kind, why_device),
     }
+    attention = _attention(config, spec, dtype, kind)
+    reasons |= {f"{phase}_attention_backend": (c.name, c.reason) for phase, c in attention.items()}
+    names = {phase: choice.name for phase, choice in attention.items()}
+    reasons["attention_backend"] = (" and ".join(dict.fromkeys(names.values())), "by phase, below")
+    sampling = _sampling(config, kind)
+    reasons["sampling_backend"] = (sampling.name, sampling.reason)
     resolved = resolve(config, facts)
-    return Survey(source, tokenizer_path, device, spec, dtype, resolved, reasons)
+    return Survey(source, tokenizer_path, device, spec, dtype, resolved, reasons, names)
 
 
-def compose(config: EngineConfig) -> Parts:
+def _attention(
+    config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, device: str
+) -> dict[str, attention_backends.Choice]:
+    """The backend of each phase.
+
+    Raises: ConfigError when the one asked for does not serve the model, with those that do.
+    """
+    needs = attention_backends.AttentionNeeds(
+        device, dtype, spec.head_dim, window=any(each is not None for each in spec.windows)
+    )
+    kernels, chosen = config.kernels, {}
+    for phase in ("prefill", "decode"):
+        name = f"{phase}_attention_backend"
+        asked = getattr(kernels, name) or kernels.attention_backend
+        used = name if getattr(kernels, name) else "attention_backend"
+        try:
+            chosen[phase] = attention_backends.choose(needs, phase, asked)
+        except ValueError as error:
+            raise ConfigError(f"{flag(used)}: {error}") from error
+    return chosen
+
+
+def _sampling(config: EngineConfig, device: str) -> attention_backends.Choice:
+    try:
+        return attention_backends.choose_sampling(device, config.kernels.sampling_backend)
+    except ValueError as error:
+        raise ConfigError(f"{flag('sampling_backend')}: {error}") from error
+
+
+def compose(config: EngineConfig, since: float | None = None) -> Parts:
     """Loads everything a configuration names. Takes seconds; runs off the event loop.
 
+    since: when the caller began, on the clock of `time.perf_counter`; imports came first.
     Raises: ConfigError, ModelError.
     """
-    found = survey(config)
-    device = found.device
-    tokenizer = load_tokenizer(found.tokenizer_path, model_path=found.source.path)
-    decoder = _load(config, found)
+    begun = time.perf_counter() if since is None else since
+    outer = CURRENT.get()
+    startup = Startup(begun) if outer is None else outer
+    startup.add("imports", begun)
+    parts = _compose(config, startup)
+    return parts if outer is not None else replace(parts, info=startup.finish(parts.info))
+
+
+def _compose(config: EngineConfig, startup: Startup) -> Parts:
+    with startup.phase("description"):
+        found = survey(config)
+        device = found.device
+    with startup.phase("tokenizer"):
+        tokenizer = load_tokenizer(found.tokenizer_path, model_path=found.source.path)
+    arena = open_arena(device.torch_device, config.memory.enable_memory_saver)
+    with startup.phase("weights"):
+        loaded = _load(config, found, arena)
     facts = model_facts(
         found.spec, found.dtype, room(device), weights_loaded=True, is_host=device.is_host
     )
@@ -114,19 +175,22 @@ def compose(config: EngineConfig) -> Parts:
     for warning in resolved.warnings:
         logger.warning("%s", warning)
     logger.info("Memory: %s", resolved.equation)
-    executor = _build_executor(resolved, decoder, device, tokenizer.vocab_size)
+    executor = _build_executor(
+        config, found, resolved, loaded, arena, tokenizer.vocab_size, startup
+    )
+    available = room(device).free
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, "
         "max_running_requests=%d, context_len=%d, available_%s_mem=%.2f GB",
         resolved.max_total_tokens, resolved.chunked_prefill_size,
         config.schedule.max_prefill_tokens, resolved.max_running_requests,
-        resolved.context_length, "cpu" if device.is_host else "gpu", room(device).free / GB,
+        resolved.context_length, "cpu" if device.is_host else "gpu", available / GB,
     )  # fmt: skip
     _check_vocabulary(tokenizer, found.spec)
     return Parts(
         executor,
         tokenizer,
-        _info(config, found, resolved),
+        _info(config, found, resolved, available),
         resolved.max_running_requests,
         resolved.chunked_prefill_size,
         resolved.config,
@@ -144,26 +208,29 @@ def _dtype(config: EngineConfig, spec: DecoderSpec, device: Device) -> tuple[tor
     return torch.float32, "for quantized weights, on a device without bf16 arithmetic"
 
 
-def _load(config: EngineConfig, found: Survey) -> Decoder:
+def _load(config: EngineConfig, found: Survey, arena: Arena) -> Loaded:
     before, started = room(found.device).free, time.perf_counter()
     logger.info("Load weight begin. avail mem=%.2f GB", before / GB)
     with _checkpoint_errors():
-        decoder = load_decoder(
+        loaded = load_model(
             found.source.path,
             found.spec,
             load_format=config.model.load_format,
             dtype=found.dtype,
-            device=found.device.torch_device,
+            allocate=partial(arena.empty, "weights"),
             progress=_Progress(),
             seed=config.model.random_seed or 0,
         )
+    loaded.decoder.attention_backend = ByPhase(
+        **{phase: attention_backends.load(name) for phase, name in found.attention.items()}
+    )
     after = room(found.device).free
     logger.info(
         "Load weight end. elapsed=%.2f s, type=%s, dtype=%s, avail mem=%.2f GB, mem usage=%.2f GB.",
         time.perf_counter() - started, found.spec.architecture, found.dtype, after / GB,
         (before - after) / GB,
     )  # fmt: skip
-    return decoder
+    return loaded
 
 
 class _Progress:
@@ -189,9 +256,15 @@ def _checkpoint_errors() -> Iterator[None]:
 
 
 def _build_executor(
-    resolved: Resolved, decoder: Decoder, device: Device, num_token_ids: int
+    config: EngineConfig,
+    found: Survey,
+    resolved: Resolved,
+    loaded: Loaded,
+    arena: Arena,
+    num_token_ids: int,
+    startup: Startup,
 ) -> DeviceExecutor:
-    spec = decoder.spec
+    decoder, device, spec = loaded.decoder, found.device, found.spec
     shape = kv_shape(spec, decoder.dtype)
     page_bytes = resolved.page_size * shape.bytes_per_token
     pages = resolved.max_total_tokens // resolved.page_size
@@ -199,18 +272,35 @@ def _build_executor(
     capacity = Capacity(
         (group,), resolved.max_running_requests, resolved.context_length, spec.vocab_size
     )
-    memory = KvMemory(shape, group, capacity, device.torch_device)
+    with startup.phase("kv_memory"):
+        memory = KvMemory(shape, group, capacity, arena)
     half = pages * page_bytes / 2 / GB
     logger.info(
         "KV Cache is allocated. dtype: %s, #tokens: %d, K size: %.2f GB, V size: %.2f GB",
         decoder.dtype, resolved.max_total_tokens, half, half,
     )  # fmt: skip
     logger.info("Memory pool end. avail mem=%.2f GB", room(device).free / GB)
-    runner = Runner(decoder, memory, capacity, device, DEPTH, num_token_ids)
-    return DeviceExecutor(runner, device, DEPTH)
+    graphs = resolved.graphs
+    options = ExecutorOptions(
+        depth=DEPTH,
+        buckets=graphs.buckets,
+        budget_ms=graphs.capture_budget_ms,
+        reserve_bytes=None if device.is_host else graphs.reserve_bytes,
+        num_token_ids=num_token_ids,
+    )
+    reload_weights = partial(
+        reload_parameters, loaded.parameters, found.source.path, spec,
+        load_format=config.model.load_format, seed=config.model.random_seed or 0,
+    )  # fmt: skip
+    with startup.phase("graphs"):
+        executor = build_executor(decoder, memory, capacity, device, arena, options, reload_weights)
+        executor.prepare(all_graphs=graphs.warmup)
+    return executor
 
 
-def _info(config: EngineConfig, found: Survey, resolved: Resolved) -> EngineInfo:
+def _info(
+    config: EngineConfig, found: Survey, resolved: Resolved, available_bytes: int
+) -> EngineInfo:
     spec = found.spec
     chosen = {name: value for name, (value, _) in found.reasons.items()}
     whys = {name: why for name, (_, why) in found.reasons.items()} | dict(resolved.reasons)
@@ -236,6 +326,9 @@ def _info(config: EngineConfig, found: Survey, resolved: Resolved) -> EngineInfo
         created=int(time.time()),
         version=treadle_version(),
         server_args=args,
+        weight_bytes=resolved.equation.weights,
+        kv_bytes=resolved.equation.kv,
+        available_bytes=available_bytes,
     )
 
 

@@ -5,10 +5,12 @@ Reads the model's description, never its weights; starts nothing.
 
 from __future__ import annotations
 
-from treadle.engine.config import EngineConfig, flag
+from treadle.engine.config import EngineConfig
+from treadle.engine.settings import flag
 from treadle.tools.compose import Survey, survey
 
-VALUE_WIDTH = 16  # paths are longer and stick out
+VALUE_WIDTH = 16  # paths and lists are longer and stick out
+WHOLE_LIST = 8  # numbers; of longer lists the first ones and the last
 
 
 def explain(config: EngineConfig) -> str:
@@ -36,9 +38,20 @@ def _settings(config: EngineConfig, found: Survey) -> dict[str, tuple[str, str]]
     default, resolved = EngineConfig().values(), found.resolved
     settings = {
         name: (
-            "none" if value is None else str(value),
+            _text(value),
             resolved.reasons.get(name) or ("default" if value == default[name] else "given"),
         )
         for name, value in resolved.config.values().items()
     }
     return settings | found.reasons
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "none"
+    if not isinstance(value, (list, tuple)):
+        return str(value)
+    if len(value) <= WHOLE_LIST:
+        return ", ".join(map(str, value))
+    first = ", ".join(map(str, value[:3]))
+    return f"{first}, ... {value[-1]} ({len(value)} sizes)"

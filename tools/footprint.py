@@ -16,7 +16,6 @@ from treadle.graphs.models.spec import DecoderSpec
 from treadle.tools.machine import Room
 
 FP32_BYTES = 4
-LOGIT_COPIES = 3  # fp32 rows that sampling holds at once: logits, scaled, probabilities
 
 
 def model_facts(
@@ -48,14 +47,14 @@ def kv_shape(spec: DecoderSpec, dtype: torch.dtype) -> KvShape:
 def step_bytes_per_token(spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Activations alive at once when a layer's feed-forward block runs, for one token.
 
-    Residuals before and after, the block's input before and after the norm; queries, keys and
-    values before the rotation, queries and keys after it, what attention made of them and its
-    projection; gate and up, and their product.
+    What pieces hand on: the residual, queries and what attention made of them. The block's input
+    before and after the norm; gate and up, and their product.
     """
-    attention = 3 * (spec.q_size + spec.kv_size)
-    return (5 * spec.hidden_size + attention + 3 * spec.intermediate_size) * dtype.itemsize
+    handed_on = spec.hidden_size + 2 * spec.q_size
+    return (handed_on + 2 * spec.hidden_size + 3 * spec.intermediate_size) * dtype.itemsize
 
 
 def step_bytes_per_row(spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """The head's output and what sampling makes of it, for one row."""
-    return spec.vocab_size * (dtype.itemsize + LOGIT_COPIES * FP32_BYTES)
+    """The head's output and the fp32 logits that sampling reads, for one row."""
+    head = 0 if dtype is torch.float32 else dtype.itemsize
+    return spec.vocab_size * (head + FP32_BYTES)

@@ -99,10 +99,12 @@ def _attention(
     q = torch.empty(rows * q_len, q_heads, dim, dtype=dtype)
     lengths = torch.zeros(rows + 1, dtype=torch.int32)
     table = torch.zeros(rows, 32, dtype=torch.int32)
-    meta = AttentionMeta(lengths, lengths[:rows], table, 16, q_len, 512)
+    meta = AttentionMeta(
+        lengths, lengths[:rows], torch.zeros(rows, dtype=torch.int64), table, 16, q_len, 512
+    )
     sinks, window, softcap = (torch.empty(q_heads), 128, 30.0) if is_full else (None, None, None)
     return lambda: paged_attention.paged_attention(
-        q, cache, cache, meta, dim**-0.5, window, sinks, softcap
+        q, cache, cache, meta, dim**-0.5, window, None, sinks, softcap
     )
 
 
@@ -128,7 +130,7 @@ def measure(only: str, targets: Sequence[str]) -> Table:
     table: Table = {}
     chosen = {name: call for name, call in cases().items() if only in name}
     for (case, call), target in itertools.product(chosen.items(), targets):
-        for launch in offline.record(call, target):
+        for launch in offline.record(call, offline.TARGETS[target]):
             label = f"{case}, first pass" if launch.kwargs.get("IS_FIRST") else case
             if (launch.name, label, target) not in table:
                 table[launch.name, label, target] = launch.compile(target)

@@ -6,6 +6,7 @@ Knows the server and the engine; every setting comes in as options.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import logging
 import os
@@ -19,6 +20,8 @@ from treadle.http.server import serve as serve_http
 from treadle.http.state import ApiSettings, ServerState
 
 logger = logging.getLogger("treadle")
+
+LOST_GRACE_S = 3.0  # for the threads of a lost device to end
 
 
 def serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
@@ -44,19 +47,28 @@ async def _serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
 
     try:
         await serve_http(start, state, settings, on_ready=lambda port: _ready(options.host, port))
-        if not engines:
-            _leave()
-        return 0 if all(engine.is_ready for engine in engines) else 1
+        if not engines:  # a thread that loads cannot be stopped
+            _leave(0, "Stopped before the model was loaded")
     finally:
         for engine in engines:
-            await engine.shutdown()
+            await _end(engine)
+    return 1 if any(engine.lost.is_set() for engine in engines) else 0
 
 
-def _leave() -> None:
-    """A signal came while the model was loading: the thread that loads cannot be stopped."""
-    logger.info("Stopped before the model was loaded")
+async def _end(engine: Engine) -> None:
+    """Shuts down. Threads that wait for a lost device may wait forever: they are left behind."""
+    patience = LOST_GRACE_S if engine.lost.is_set() else None
+    try:
+        await asyncio.wait_for(engine.shutdown(), patience)
+    except TimeoutError:
+        _leave(1, "The device does not answer; leaving without it")
+
+
+def _leave(code: int, why: str) -> None:
+    """Ends the process without waiting for its threads."""
+    logger.info("%s", why)
     logging.shutdown()
-    os._exit(0)
+    os._exit(code)
 
 
 def _ready(host: str, port: int) -> None:

@@ -7,6 +7,7 @@ Axes: T tokens, H query heads, K kv heads, D head dim, N cache slots.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +17,31 @@ from treadle.graphs.layers.linear import Linear
 from treadle.graphs.layers.norm import RmsNorm
 from treadle.graphs.layers.rotary import Rotary
 from treadle.kernels.kv_store import store_kv
-from treadle.kernels.paged_attention import AttentionMeta, paged_attention
+from treadle.kernels.paged_attention import AttentionMeta
 
 KvCache = tuple[Tensor, Tensor]  # keys and values, each [N, K, D]
+Backend = Callable[..., Tensor]  # `treadle.kernels.paged_attention.paged_attention`'s arguments
+
+
+@dataclass(frozen=True, slots=True)
+class ByPhase:
+    """One backend for steps of single queries, one for those with longer rows."""
+
+    prefill: Backend
+    decode: Backend
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        meta: AttentionMeta,
+        scale: float,
+        window: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        backend = self.decode if meta.max_q_len == 1 else self.prefill
+        return backend(q, k_cache, v_cache, meta, scale, window, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +61,31 @@ class Attention:
     def project(
         self,
         x: Tensor,  # [T, hidden] normed
-        positions: Tensor,  # [T]
-    ) -> tuple[Tensor, Tensor, Tensor]:  # [T, H, D], [T, K, D], [T, K, D]
+        positions: Tensor,  # [T] int64
+        cache: KvCache,
+        slot_mapping: Tensor,  # [T] int64
+        q_out: Tensor,  # [T, H, D]
+    ) -> None:
+        """Leaves the queries in `q_out`, the new keys and values in the cache."""
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
         q, k, v = torch.split(heads, [self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rotary(q, k, positions)
-        return q, k, v
+        _, k = self.rotary(q, k, positions, q_out)
+        k_cache, v_cache = cache
+        store_kv(k, v, k_cache, v_cache, slot_mapping)
 
     def attend(
         self,
         q: Tensor,  # [T, H, D]
-        k: Tensor,  # [T, K, D]
-        v: Tensor,  # [T, K, D]
         cache: KvCache,
-        slot_mapping: Tensor,  # [T] int64
         meta: AttentionMeta,
-    ) -> Tensor:  # [T, H, D]
-        """Writes the new keys and values into the cache, then attends over it."""
+        out: Tensor,  # [T, H, D]
+        backend: Backend,
+    ) -> None:
+        """Attention over the cache, which holds the queries' own keys and values already."""
         k_cache, v_cache = cache
-        store_kv(k, v, k_cache, v_cache, slot_mapping)
-        return paged_attention(q, k_cache, v_cache, meta, self.head_dim**-0.5, self.window)
+        backend(q, k_cache, v_cache, meta, self.head_dim**-0.5, self.window, out=out)
 
     def output(self, attended: Tensor) -> Tensor:  # [T, H, D] -> [T, hidden]
         return self.o(attended.flatten(1))

@@ -19,5 +19,9 @@ class Linear:
     weight: Tensor  # [out, in]
     bias: Tensor | None = None  # [out]
 
-    def __call__(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
-        return linear(x, self.weight, self.bias)
+    def __call__(
+        self,
+        x: Tensor,  # [..., in]
+        out: Tensor | None = None,  # written when given
+    ) -> Tensor:  # [..., out]
+        return linear(x, self.weight, self.bias, out)

@@ -23,7 +23,7 @@ class RmsNorm:
     def add(
         self,
         x: Tensor,  # [..., D]
-        residual: Tensor,  # [..., D]
-    ) -> tuple[Tensor, Tensor]:
-        """The norm of `x + residual`, and that sum."""
+        residual: Tensor,  # [..., D] becomes x + residual
+    ) -> Tensor:
+        """The norm of `x + residual`."""
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -33,9 +33,10 @@ class Rotary:
         self,
         q: Tensor,  # [T, H, D]
         k: Tensor,  # [T, K, D]
-        positions: Tensor,  # [T]
+        positions: Tensor,  # [T] int64
+        q_out: Tensor | None = None,  # [T, H, D] written when given
     ) -> tuple[Tensor, Tensor]:
-        return apply_rope(q, k, positions, self.cos_sin, self.interleaved)
+        return apply_rope(q, k, positions, self.cos_sin, self.interleaved, q_out)
 
 
 def rotary_table(rope: RopeSpec, max_position: int) -> Tensor:

@@ -1,9 +1,10 @@
 """The one decoder-only transformer, built from a spec and its parameters.
 
 Knows neither checkpoints nor requests: tokens, positions, cache slots and pages come in, hidden
-states and logits go out. Each layer is cut at attention, so that captured pieces can end there.
+states and logits go out. The forward is cut at attention into pieces that read and write given
+buffers and nothing else, so that each can be captured.
 
-Axes: T tokens, N cache slots, K kv heads, D head dim, V vocab.
+Axes: T tokens, N cache slots, H query heads, K kv heads, D head dim, V vocab.
 """
 
 from __future__ import annotations
@@ -12,51 +13,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from treadle.graphs.layers.attention import Attention, KvCache
+from treadle.graphs.layers.attention import Attention, Backend, KvCache
 from treadle.graphs.layers.linear import Linear
 from treadle.graphs.layers.mlp import GatedMlp
 from treadle.graphs.layers.norm import RmsNorm
 from treadle.graphs.layers.rotary import Rotary
 from treadle.graphs.models.parameters import layer_parameter
 from treadle.graphs.models.spec import DecoderSpec
-from treadle.kernels.paged_attention import AttentionMeta
+from treadle.kernels.paged_attention import AttentionMeta, paged_attention
+from treadle.kernels.rows import add_to, gather_rows, widen
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What the pieces of a forward hand on to each other and to attention."""
+
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, below spec.max_position
+    slot_mapping: Tensor  # [T] int64
+    residual: Tensor  # [T, hidden] the sum that every block adds to
+    q: Tensor  # [T, H, D] what attention reads
+    attended: Tensor  # [T, H, D] what attention writes
+
+    @classmethod
+    def empty(cls, spec: DecoderSpec, tokens: int, like: Tensor) -> Activations:
+        """Zeros for so many tokens; like: of the device and dtype."""
+        heads = (tokens, spec.num_heads, spec.head_dim)
+        ids, positions, mapping = (
+            torch.zeros(tokens, dtype=torch.int64, device=like.device) for _ in range(3)
+        )
+        residual = like.new_zeros(tokens, spec.hidden_size)
+        return cls(ids, positions, mapping, residual, like.new_zeros(heads), like.new_zeros(heads))
+
+    def first(self, tokens: int) -> Activations:
+        """The same memory, its first tokens only."""
+        return Activations(
+            self.token_ids[:tokens],
+            self.positions[:tokens],
+            self.slot_mapping[:tokens],
+            self.residual[:tokens],
+            self.q[:tokens],
+            self.attended[:tokens],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Norm, attention, norm, feed-forward; the sum they add to travels as `residual`."""
+    """Norm, attention, norm, feed-forward."""
 
     attention_norm: RmsNorm
     attention: Attention
     mlp_norm: RmsNorm
     mlp: GatedMlp
-
-    def before_attention(
-        self,
-        hidden: Tensor,  # [T, hidden] what the layer before has still to add
-        residual: Tensor | None,  # [T, hidden] None in the first layer
-        positions: Tensor,  # [T]
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns q [T, H, D], k and v [T, K, D], and the new residual."""
-        if residual is None:
-            normed, residual = self.attention_norm(hidden), hidden
-        else:
-            normed, residual = self.attention_norm.add(hidden, residual)
-        q, k, v = self.attention.project(normed, positions)
-        return q, k, v, residual
-
-    def after_attention(
-        self,
-        attended: Tensor,  # [T, H, D]
-        residual: Tensor,  # [T, hidden]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns what is still to be added, and the residual it belongs to."""
-        output = self.attention.output(attended)
-        normed, residual = self.mlp_norm.add(output, residual)
-        return self.mlp(normed), residual
 
 
 class Decoder:
@@ -68,6 +78,7 @@ class Decoder:
         self.embedding = parameters["embedding"]  # [V, hidden]
         self.rotary = Rotary(spec.rope, spec.max_position, self.embedding.device)
         self.layers = [self._layer(parameters, index) for index in range(spec.num_layers)]
+        self.attention_backend: Backend = paged_attention
         self.final_norm = RmsNorm(parameters["final_norm"], spec.norm_eps)
         self.head = Linear(self.embedding if spec.tied_head else parameters["head"])
 
@@ -79,8 +90,46 @@ class Decoder:
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def embed(self, token_ids: Tensor) -> Tensor:  # [T] -> [T, hidden]
-        return F.embedding(token_ids, self.embedding)
+    @property
+    def num_pieces(self) -> int:
+        """Attention of layer i runs between piece i and piece i + 1."""
+        return len(self.layers) + 1
+
+    def piece(self, index: int, activations: Activations, caches: Sequence[KvCache]) -> None:
+        """Everything between two attentions: the end of one layer and the start of the next.
+
+        Ends with queries in `activations.q` and the tokens' keys and values in the cache; the last
+        piece ends with the finished sum in `activations.residual`.
+        """
+        residual = activations.residual
+        following = self.layers[index] if index < len(self.layers) else None
+        if index == 0:
+            gather_rows(self.embedding, activations.token_ids, out=residual)
+            if following is None:
+                return
+            normed = following.attention_norm(residual)
+        else:
+            layer = self.layers[index - 1]
+            output = layer.attention.output(activations.attended)
+            hidden = layer.mlp(layer.mlp_norm.add(output, residual))
+            if following is None:
+                add_to(residual, hidden)
+                return
+            normed = following.attention_norm.add(hidden, residual)
+        following.attention.project(
+            normed,
+            activations.positions,
+            caches[index],
+            activations.slot_mapping,
+            activations.q,
+        )
+
+    def attend(
+        self, index: int, activations: Activations, cache: KvCache, meta: AttentionMeta
+    ) -> None:
+        """Attention of one layer, from `activations.q` into `activations.attended`."""
+        attention = self.layers[index].attention
+        attention.attend(activations.q, cache, meta, activations.attended, self.attention_backend)
 
     def forward(
         self,
@@ -90,17 +139,31 @@ class Decoder:
         slot_mapping: Tensor,  # [T] int64
         attention: AttentionMeta,
     ) -> Tensor:  # [T, hidden], before the final norm
-        """Writes the tokens' keys and values into the cache; returns the residual stream."""
-        hidden, residual = self.embed(token_ids), None
-        for layer, cache in zip(self.layers, kv_cache, strict=True):
-            q, k, v, residual = layer.before_attention(hidden, residual, positions)
-            attended = layer.attention.attend(q, k, v, cache, slot_mapping, attention)
-            hidden, residual = layer.after_attention(attended, residual)
-        return hidden if residual is None else hidden + residual
+        """All pieces in buffers of their own; writes the tokens' keys and values into the cache."""
+        activations = Activations.empty(self.spec, len(token_ids), self.embedding)
+        activations.token_ids.copy_(token_ids)
+        activations.positions.copy_(positions)
+        activations.slot_mapping.copy_(slot_mapping)
+        for index in range(self.num_pieces):
+            self.piece(index, activations, kv_cache)
+            if index < len(self.layers):
+                self.attend(index, activations, kv_cache[index], attention)
+        return activations.residual
 
-    def logits(self, hidden: Tensor) -> Tensor:  # [N, hidden] -> [N, V] fp32
-        """hidden: the rows of `forward`'s result that need logits."""
-        return self.head(self.final_norm(hidden)).float()
+    def logits(
+        self,
+        hidden: Tensor,  # [N, hidden] the rows of `forward`'s result that need logits
+        out: Tensor | None = None,  # [N, V] fp32
+    ) -> Tensor:  # [N, V] fp32
+        if out is None:
+            shape = (len(hidden), len(self.head.weight))
+            out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        normed = self.final_norm(hidden)
+        if out.dtype is hidden.dtype:
+            self.head(normed, out)
+        else:
+            widen(self.head(normed), out)
+        return out
 
     def _layer(self, parameters: Mapping[str, Tensor], index: int) -> DecoderLayer:
         spec = self.spec

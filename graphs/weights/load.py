@@ -6,8 +6,9 @@ Knows formats by name; never a request, a tokenizer or a cache.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from treadle.graphs.models.adapters.registry import find_adapter
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.hf_config import HfConfig
-from treadle.graphs.models.parameters import parameter_shapes
+from treadle.graphs.models.parameters import Shape, parameter_shapes
 from treadle.graphs.models.spec import DecoderSpec
 from treadle.graphs.weights.dummy import fill_randomly
 from treadle.graphs.weights.errors import CheckpointError
@@ -24,11 +25,29 @@ from treadle.graphs.weights.gguf_file import read_gguf
 from treadle.graphs.weights.gguf_source import GgufSource
 from treadle.graphs.weights.gguf_spec import gguf_spec
 from treadle.graphs.weights.safetensors_source import SafetensorsSource
-from treadle.graphs.weights.source import TensorSource, fill_parameters
+from treadle.graphs.weights.source import Progress, TensorSource, fill_parameters
 
-__all__ = ["LOAD_FORMATS", "CheckpointError", "load_decoder", "read_spec"]
+__all__ = [
+    "LOAD_FORMATS",
+    "CheckpointError",
+    "Loaded",
+    "load_decoder",
+    "load_model",
+    "read_spec",
+    "reload_parameters",
+]
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+Allocate = Callable[[Shape, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A decoder beside the tensors that it computes with."""
+
+    decoder: Decoder
+    parameters: Mapping[str, Tensor]
 
 
 def read_spec(path: Path) -> DecoderSpec:
@@ -58,6 +77,30 @@ def read_spec(path: Path) -> DecoderSpec:
     return spec
 
 
+def load_model(
+    path: Path,
+    spec: DecoderSpec,
+    *,
+    load_format: str,
+    dtype: torch.dtype,
+    allocate: Allocate,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Loaded:
+    """Makes a decoder with the checkpoint's weights, converted to dtype.
+
+    spec: from `read_spec`, with another max_position where another context is served.
+    load_format: one of LOAD_FORMATS; dummy reads no weights and draws random ones from the seed.
+    allocate: makes the memory of each parameter; it is filled in place.
+    progress: called with the bytes of parameters filled so far, and of all.
+    Raises: CheckpointError when the checkpoint does not fit the spec or cannot be read.
+    """
+    source = _open_source(path, spec, load_format)
+    parameters = {name: allocate(shape, dtype) for name, shape in parameter_shapes(spec).items()}
+    _fill(parameters, spec, source, seed, progress)
+    return Loaded(Decoder(spec, parameters), parameters)
+
+
 def load_decoder(
     path: Path,
     spec: DecoderSpec,
@@ -65,31 +108,59 @@ def load_decoder(
     load_format: str,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """Makes a decoder with the checkpoint's weights, converted to dtype, on the device.
+    """As `load_model`, with parameters in torch's own memory on the device."""
+    allocate = partial(_empty, device)
+    return load_model(
+        path,
+        spec,
+        load_format=load_format,
+        dtype=dtype,
+        allocate=allocate,
+        progress=progress,
+        seed=seed,
+    ).decoder
 
-    spec: from `read_spec`, with another max_position where another context is served.
-    load_format: one of LOAD_FORMATS; dummy reads no weights and draws random ones from the seed.
-    progress: called with the bytes of parameters filled so far, and of all.
-    Raises: CheckpointError when the checkpoint does not fit the spec or cannot be read.
+
+def reload_parameters(
+    parameters: Mapping[str, Tensor],
+    path: Path,
+    spec: DecoderSpec,
+    *,
+    load_format: str,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> None:
+    """Fills a loaded decoder's parameters again, in place; arguments as for `load_model`.
+
+    Raises: CheckpointError; some parameters may have been filled by then.
     """
-    if load_format not in LOAD_FORMATS:
-        known = ", ".join(LOAD_FORMATS)
-        raise CheckpointError(f"load format {load_format!r} is not supported; known: {known}")
-    shapes = parameter_shapes(spec)
-    source = None if load_format == "dummy" else _open_source(path, spec, load_format)
-    parameters = {name: _empty(shape, dtype, device) for name, shape in shapes.items()}
+    _fill(parameters, spec, _open_source(path, spec, load_format), seed, progress)
+
+
+def _fill(
+    parameters: Mapping[str, Tensor],
+    spec: DecoderSpec,
+    source: TensorSource | None,
+    seed: int,
+    progress: Progress | None,
+) -> None:
     if source is None:
         fill_randomly(parameters, seed, progress)
     else:
         placements = find_adapter([spec.architecture]).placements(spec)
         fill_parameters(parameters, placements, source, progress)
-    return Decoder(spec, parameters)
 
 
-def _open_source(path: Path, spec: DecoderSpec, load_format: str) -> TensorSource:
+def _open_source(path: Path, spec: DecoderSpec, load_format: str) -> TensorSource | None:
+    """None for dummy, which reads nothing."""
+    if load_format not in LOAD_FORMATS:
+        known = ", ".join(LOAD_FORMATS)
+        raise CheckpointError(f"load format {load_format!r} is not supported; known: {known}")
+    if load_format == "dummy":
+        return None
     found = "gguf" if path.is_file() else "safetensors"
     if load_format not in ("auto", found):
         raise CheckpointError(f"{path} cannot be loaded as {load_format}: it holds {found}")
@@ -98,7 +169,7 @@ def _open_source(path: Path, spec: DecoderSpec, load_format: str) -> TensorSourc
     return SafetensorsSource(path)
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty(device: torch.device, shape: Shape, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 

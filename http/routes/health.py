@@ -19,13 +19,18 @@ async def root(_: web.Request) -> web.Response:
 
 @routes.get("/health")
 async def health(request: web.Request) -> web.Response:
-    """200 when the loop and the device thread answer; 503 while starting and shutting down."""
+    """200 when the loop and the device thread answer; 503 while starting and shutting down.
+
+    Released memory is no reason for a restart: the text says what is away.
+    """
     state = request.app[STATE]
     engine = state.need_engine()
     if state.is_draining:
         raise EngineClosed("the server is shutting down")
     if not await engine.is_healthy(HEALTH_TIMEOUT_S):
         raise EngineClosed("the engine does not answer")
+    if engine.released_memory:
+        return web.Response(text=f"released: {', '.join(engine.released_memory)}\n")
     return web.Response()
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from aiohttp import web
 
 from treadle.engine.errors import InvalidRequest
+from treadle.engine.info import EngineInfo, EngineLoad
+from treadle.engine.memory import GB
 from treadle.engine.show import show
 from treadle.http.body import json_response
 from treadle.http.served import ServedEngine
@@ -70,6 +72,7 @@ def _load(engine: ServedEngine, sections: list[str]) -> dict[str, Any]:
     """The core is always there; sections about what this engine does not do never are."""
     found = engine.load()
     core = asdict(found)
+    del core["graphs"]
     core["gen_throughput"] = core.pop("last_gen_throughput")
     load = {
         "dp_rank": 0,
@@ -78,10 +81,24 @@ def _load(engine: ServedEngine, sections: list[str]) -> dict[str, Any]:
         "token_usage": found.num_used_tokens / max(found.max_total_num_tokens, 1),
     }
     if {"memory", "all"} & set(sections):
-        load["memory"] = {"token_capacity": found.max_total_num_tokens}
+        load["memory"] = _memory(engine.info, found)
     if {"queues", "all"} & set(sections):
         load["queues"] = {"waiting": found.num_waiting_reqs}
     return load
+
+
+def _memory(info: EngineInfo, load: EngineLoad) -> dict[str, Any]:
+    return {
+        "weight_gb": in_gb(info.weight_bytes),
+        "kv_cache_gb": in_gb(info.kv_bytes),
+        "graph_gb": in_gb(load.graphs.num_bytes),
+        "token_capacity": load.max_total_num_tokens,
+    }
+
+
+def in_gb(num_bytes: int) -> float:
+    """To the megabyte: a small model's graphs take few."""
+    return round(num_bytes / GB, 3)
 
 
 def _gauges(prefix: str, values: Mapping[str, Any]) -> Iterator[str]:

@@ -6,8 +6,10 @@ from typing import Any
 
 from aiohttp import web
 
+from treadle.engine.info import EngineInfo, EngineLoad
 from treadle.http.body import json_response
 from treadle.http.errors import NotFound
+from treadle.http.routes.loads import in_gb
 from treadle.http.served import ServedEngine
 from treadle.http.state import STATE
 
@@ -90,6 +92,9 @@ async def server_info(request: web.Request) -> web.Response:
             "max_req_input_len": info.max_model_len - 1,
             "version": info.version,
             "frontend": "python",
+            "startup_time": info.startup_time,
+            "startup_s": info.startup_s,
+            "graphs": {"captured": load.graphs.captured, "planned": load.graphs.planned},
             "internal_states": [
                 {
                     **info.server_args,
@@ -97,11 +102,23 @@ async def server_info(request: web.Request) -> web.Response:
                     "num_running_reqs": load.num_running_reqs,
                     "num_waiting_reqs": load.num_waiting_reqs,
                     "num_used_tokens": load.num_used_tokens,
-                    "memory_usage": {"token_capacity": load.max_total_num_tokens},
+                    "decode_cuda_graph_bs": load.graphs.captured.get("decode", ()),
+                    "memory_usage": _memory_usage(info, load),
                 }
             ],
         }
     )
+
+
+def _memory_usage(info: EngineInfo, load: EngineLoad) -> dict[str, Any]:
+    """GB, to the megabyte."""
+    return {
+        "weight": in_gb(info.weight_bytes),
+        "kvcache": in_gb(info.kv_bytes),
+        "startup_available": in_gb(info.available_bytes),
+        "graph": {"target": in_gb(load.graphs.num_bytes)},  # decode and prefill share it
+        "token_capacity": load.max_total_num_tokens,
+    }
 
 
 def _card(engine: ServedEngine) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Arguments of which a program reads single numbers: wherever they lie, the compiled kernel is one.
+INDICES = ("cu_seqlens_q", "seq_lens", "req_slot", "page_table")
 
 
 @triton.jit

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treadle.kernels.gpu.attention_core import LOG2E, accumulate, add_sink, gather, score, slots_of
+from treadle.kernels.gpu.attention_core import (
+    INDICES,
+    LOG2E,
+    accumulate,
+    add_sink,
+    gather,
+    score,
+    slots_of,
+)
 from treadle.kernels.gpu.device import gpu_of
 from treadle.kernels.paged_attention import AttentionMeta
 
@@ -52,10 +60,11 @@ def decode_attention(
     )  # fmt: skip
     assert q.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1 and out.is_contiguous()
     decode_kernel[(rows, kv_heads * head_blocks, splits)](
-        q, k_cache, v_cache, sink, meta.cu_seqlens_q, meta.seq_lens, meta.page_table,
-        out, partial, weight, scale, q.stride(0), q.stride(1), *k_cache.stride()[:2],
-        *v_cache.stride()[:2], meta.page_table.stride(0), G=group, HEADS=heads,
-        PAGE_SIZE=meta.page_size, SOFTCAP=softcap or 0.0, IS_SPLIT=splits > 1, **constants,
+        q, k_cache, v_cache, sink, meta.cu_seqlens_q, meta.seq_lens, meta.req_slot,
+        meta.page_table, out, partial, weight, scale, q.stride(0), q.stride(1),
+        *k_cache.stride()[:2], *v_cache.stride()[:2], meta.page_table.stride(0),
+        G=group, HEADS=heads, PAGE_SIZE=meta.page_size, SOFTCAP=softcap or 0.0,
+        IS_SPLIT=splits > 1, **constants,
         num_warps=4, num_stages=2 if q.dtype is torch.float32 else 3,
     )  # fmt: skip
     if splits > 1:
@@ -77,7 +86,7 @@ def block_keys(block_d: int, dtype: torch.dtype) -> int:
     return 64 if block_d <= 128 else 32
 
 
-@triton.jit(do_not_specialize=["table_r"])
+@triton.jit(do_not_specialize=["table_r"], do_not_specialize_on_alignment=INDICES)
 def decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -85,7 +94,8 @@ def decode_kernel(
     sinks: tl.tensor,  # [H]
     cu_seqlens_q: tl.tensor,  # [R + 1]
     seq_lens: tl.tensor,  # [R]
-    page_table: tl.tensor,  # [R, P]
+    req_slot: tl.tensor,  # [R]
+    page_table: tl.tensor,  # [S, P]
     out: tl.tensor,  # [T, H, D]
     partial: tl.tensor,  # [R, H, S, D] written when split
     weight: tl.tensor,  # [R, H, S] written when split: log2 of the sum of weights
@@ -113,7 +123,7 @@ def decode_kernel(
     most = tl.full([HEADS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     mixed = tl.zeros([HEADS, BLOCK_D], tl.float32)
-    table = page_table + row.to(tl.int64) * table_r
+    table = page_table + tl.load(req_slot + row) * table_r
     k_head, v_head = k_cache + kv_head * k_h, v_cache + kv_head * v_h
     for block in range(begin, end, BLOCK_N):
         key = block + tl.arange(0, BLOCK_N)
@@ -136,7 +146,7 @@ def decode_kernel(
     tl.store(place, mixed.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=INDICES)
 def combine_kernel(
     partial: tl.tensor,  # [R, H, S, D]
     weight: tl.tensor,  # [R, H, S]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,13 +25,17 @@ class Gpu:
         return self.capability // 10 in (9, 10)
 
 
-_assumed: Gpu | None = None
+class _Assumed(threading.local):
+    gpu: Gpu | None = None
+
+
+_assumed = _Assumed()
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU behind a tensor; a small one for the interpreter."""
-    if _assumed is not None:
-        return _assumed
+    if _assumed.gpu is not None:
+        return _assumed.gpu
     return _query(device) if device.type == "cuda" else Gpu(capability=90, processors=4)
 
 
@@ -42,10 +47,9 @@ def _query(device: torch.device) -> Gpu:
 
 @contextlib.contextmanager
 def assume(gpu: Gpu) -> Iterator[None]:
-    """Launches inside are for this GPU, wherever their tensors are: for compiling offline."""
-    global _assumed
-    _assumed = gpu
+    """This thread's launches inside are for this GPU, wherever their tensors are."""
+    before, _assumed.gpu = _assumed.gpu, gpu
     try:
         yield
     finally:
-        _assumed = None
+        _assumed.gpu = before

@@ -33,7 +33,7 @@ def store_kv(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def store_kv_kernel(
     k: tl.tensor,
     v: tl.tensor,

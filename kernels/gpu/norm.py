@@ -36,22 +36,23 @@ def rms_norm(
 
 def add_rms_norm(
     x: Tensor,  # [..., D]
-    residual: Tensor,  # [..., D] x's dtype
+    residual: Tensor,  # [..., D] x's dtype, contiguous, becomes x + residual
     weight: Tensor,  # [D]
     eps: float,
-) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, and that sum: (normed, new_residual)."""
-    x, residual = x.contiguous(), residual.contiguous()
-    normed, new_residual = torch.empty_like(x), torch.empty_like(x)
+) -> Tensor:  # [..., D] x's dtype, contiguous
+    """As `treadle.kernels.rmsnorm.add_rms_norm`, in one pass."""
+    assert residual.is_contiguous()
+    x = x.contiguous()
+    normed = torch.empty_like(x)
     dim = x.shape[-1]
     rows = x.numel() // dim
     block, per_program, num_warps = _shape(dim)
     if rows:
         add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-            x, residual, weight, normed, new_residual, rows, eps,
+            x, residual, weight, normed, rows, eps,
             D=dim, BLOCK=block, ROWS=per_program, num_warps=num_warps,
         )  # fmt: skip
-    return normed, new_residual
+    return normed
 
 
 def _shape(dim: int) -> tuple[int, int, int]:
@@ -86,10 +87,9 @@ def rms_norm_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def add_rms_norm_kernel(
     x: tl.tensor,  # [rows, D]
-    residual: tl.tensor,  # [rows, D]
+    residual: tl.tensor,  # [rows, D] written
     weight: tl.tensor,  # [D]
     normed: tl.tensor,  # [rows, D] written
-    new_residual: tl.tensor,  # [rows, D] written
     rows: tl.tensor,
     eps: tl.tensor,
     D: tl.constexpr,
@@ -102,8 +102,8 @@ def add_rms_norm_kernel(
     place = row * D + feature
     added = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     added += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
-    total = added.to(new_residual.dtype.element_ty)
-    tl.store(new_residual + place, total, mask=inside)
+    total = added.to(residual.dtype.element_ty)
+    tl.store(residual + place, total, mask=inside)
     out = _normed(total, weight, feature, eps, D)
     tl.store(normed + place, out.to(normed.dtype.element_ty), mask=inside)
 

@@ -1,6 +1,6 @@
-"""Compiles kernels for GPUs that are not there, and says what they use of one.
+"""Records launches without running them, to compile them for a GPU that need not be there.
 
-Knows no kernel: it records the launches that the callers make, so what is compiled is what would
+Knows no kernel: what the callers launch is recorded as it is, so what is compiled is what would
 run. Needs Triton's compiler, not its interpreter.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ TARGETS: Final = {  # A100, H100 and H200, B200
     "sm_90": Gpu(90, 132),
     "sm_100": Gpu(100, 148),
 }
+_DEFAULTS: Final = {"debug": False, "instrumentation_mode": ""}
+_RECORDING = threading.Lock()
 _BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
@@ -45,6 +48,7 @@ class Launch:
     """A kernel with the arguments of one launch."""
 
     kernel: Any  # JITFunction
+    grid: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -52,43 +56,66 @@ class Launch:
     def name(self) -> str:
         return str(self.kernel.__name__)
 
+    def variant(self, gpu: Gpu) -> tuple[str, ...]:
+        """Launches of one variant share a compiled kernel."""
+        bound, specialization, options = self._bind(make_backend(_target(gpu)))
+        return self.name, str(specialization), str(sorted(options.items()))
+
+    def warm(self) -> Any:
+        """Compiles it for the current device: a CompiledKernel, or what becomes one."""
+        return self.kernel.warmup(*self.args, grid=self.grid, **self.kwargs)
+
     def compile(self, target: str) -> Resources:
         """Raises: whatever Triton's compiler raises."""
-        gpu = GPUTarget("cuda", TARGETS[target].capability, 32)
+        gpu = _target(TARGETS[target])
         backend = make_backend(gpu)
-        bind = jit.create_function_from_signature(
-            self.kernel.signature, self.kernel.params, backend
-        )
-        kwargs = {**self.kwargs, "debug": False, "instrumentation_mode": ""}
-        bound, specialization, options = bind(*self.args, **kwargs)
+        bound, specialization, options = self._bind(backend)
         options, signature, constants, attributes = self.kernel._pack_args(
-            backend, kwargs, bound, specialization, options
+            backend, {**self.kwargs, **_DEFAULTS}, bound, specialization, options
         )
         source = ASTSource(self.kernel, signature, constants, attributes)
         compiled = triton.compile(source, target=gpu, options=options.__dict__)
         return _resources(compiled.asm["cubin"], compiled.metadata.shared)
 
+    def _bind(self, backend: Any) -> tuple[Any, Any, dict[str, Any]]:
+        bind = jit.create_function_from_signature(
+            self.kernel.signature, self.kernel.params, backend
+        )
+        bound, specialization, options = bind(*self.args, **self.kwargs, **_DEFAULTS)
+        return bound, specialization, options
 
-def record(call: Callable[[], object], target: str) -> list[Launch]:
-    """The launches that `call` makes on a target; none of them runs."""
+
+def record(call: Callable[[], object], gpu: Gpu) -> list[Launch]:
+    """The launches that `call` makes on a GPU; none of them runs. Other threads' do."""
     launches: list[Launch] = []
 
     def run(self: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
-        launches.append(Launch(self, args, kwargs))
+        launches.append(Launch(self, grid, args, kwargs))
 
-    with _replaced(run), assume(TARGETS[target]):
+    with _replaced(run), assume(gpu):
         call()
     return launches
 
 
 @contextlib.contextmanager
 def _replaced(run: Callable[..., None]) -> Iterator[None]:
-    original = jit.JITFunction.run
-    jit.JITFunction.run = run
-    try:
-        yield
-    finally:
-        jit.JITFunction.run = original
+    thread = threading.get_ident()
+    with _RECORDING:
+        original = jit.JITFunction.run
+
+        def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+            chosen = run if threading.get_ident() == thread else original
+            return chosen(self, *args, **kwargs)
+
+        jit.JITFunction.run = choose
+        try:
+            yield
+        finally:
+            jit.JITFunction.run = original
+
+
+def _target(gpu: Gpu) -> GPUTarget:
+    return GPUTarget("cuda", gpu.capability, 32)
 
 
 def _resources(cubin: bytes, shared: int) -> Resources:

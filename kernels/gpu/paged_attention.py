@@ -23,19 +23,21 @@ def paged_attention(
     meta: AttentionMeta,
     scale: float,
     window: int | None = None,
+    out: Tensor | None = None,  # [T, H, D] q's dtype, contiguous
     sinks: Tensor | None = None,  # [H] fp32: a logit that takes weight and gives no value
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
-) -> Tensor:  # [T, H, D] q's dtype, contiguous
-    """As `treadle.kernels.paged_attention.paged_attention`. Rows may be empty.
+) -> Tensor:  # [T, H, D] out, or a new one
+    """As `treadle.kernels.paged_attention.paged_attention`.
 
     Rows of one query go through the decode kernel also in a mixed batch: a long context is then
     still split over many programs.
     """
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not q.numel():
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows = meta.seq_lens.shape[0]
+    if not q.numel() or not rows:
         return out
     arguments = (q, k_cache, v_cache, meta, scale, window, sinks, softcap, out)
-    rows = meta.seq_lens.shape[0]
     if meta.max_q_len > 1:
         prefill_attention(*arguments, skip_single=rows > 1)
     if meta.max_q_len == 1 or rows > 1:

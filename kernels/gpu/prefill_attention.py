@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from treadle.kernels.gpu.attention_core import accumulate, add_sink, gather, score, slots_of
+from treadle.kernels.gpu.attention_core import (
+    INDICES,
+    accumulate,
+    add_sink,
+    gather,
+    score,
+    slots_of,
+)
 from treadle.kernels.gpu.device import Gpu, gpu_of
 from treadle.kernels.paged_attention import AttentionMeta
 
@@ -42,8 +49,8 @@ def prefill_attention(
     assert q.stride(2) == k_cache.stride(2) == v_cache.stride(2) == 1 and out.is_contiguous()
     prefill_kernel[(tokens // queries + rows, kv_heads * triton.cdiv(group, heads))](
         q, k_cache, v_cache, q if sinks is None else sinks, meta.cu_seqlens_q, meta.seq_lens,
-        meta.page_table, out, scale, rows, q.stride(0), q.stride(1), *k_cache.stride()[:2],
-        *v_cache.stride()[:2], meta.page_table.stride(0),
+        meta.req_slot, meta.page_table, out, scale, rows, q.stride(0), q.stride(1),
+        *k_cache.stride()[:2], *v_cache.stride()[:2], meta.page_table.stride(0),
         H=q_heads, G=group, HEADS=heads, QUERIES=queries, D=dim, BLOCK_D=block_d, BLOCK_M=block_m,
         BLOCK_N=block_n, PAGE_SIZE=meta.page_size, WINDOW=window or 0, SOFTCAP=softcap or 0.0,
         HAS_SINKS=sinks is not None, SKIP_SINGLE=skip_single,
@@ -66,7 +73,7 @@ def tile(gpu: Gpu, block_d: int, dtype: torch.dtype, queries: int) -> tuple[int,
     return 128, 64 if is_large or block_d <= 64 else 32, 8, 3
 
 
-@triton.jit(do_not_specialize=["rows", "table_r"])
+@triton.jit(do_not_specialize=["rows", "table_r"], do_not_specialize_on_alignment=INDICES)
 def prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,
@@ -74,10 +81,10 @@ def prefill_kernel(
     sinks: tl.tensor,  # [H]
     cu_seqlens_q: tl.tensor,  # [R + 1]
     seq_lens: tl.tensor,  # [R]
-    page_table: tl.tensor,  # [R, P]
+    req_slot: tl.tensor,  # [R]
+    page_table: tl.tensor,  # [S, P]
     out: tl.tensor,  # [T, H, D]
-    scale: tl.tensor,
-    rows: tl.tensor,  # R
+    scale: tl.tensor, rows: tl.tensor,  # R
     q_t: tl.tensor, q_h: tl.tensor, k_n: tl.tensor, k_h: tl.tensor, v_n: tl.tensor,  # strides
     v_h: tl.tensor, table_r: tl.tensor,
     H: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr,  # of one tile
@@ -110,7 +117,7 @@ def prefill_kernel(
     if WINDOW > 0:
         begin = tl.maximum(before + first - WINDOW + 1, 0)
         common = begin
-    table = page_table + row.to(tl.int64) * table_r
+    table = page_table + tl.load(req_slot + row) * table_r
     k_head, v_head = k_cache + kv_head * k_h, v_cache + kv_head * v_h
     if WINDOW == 0:
         most, total, mixed = _attend(

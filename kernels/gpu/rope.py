@@ -21,12 +21,17 @@ def apply_rope(
     positions: Tensor,  # [T] int32 or int64
     cos_sin: Tensor,  # [max_position, rotary_dim] fp32, cosines in the first half
     interleaved: bool,
+    q_out: Tensor | None = None,  # [T, H, D] q's dtype, contiguous
+    k_out: Tensor | None = None,  # [T, K, D] k's dtype, contiguous
 ) -> tuple[Tensor, Tensor]:
-    """As `treadle.kernels.rope.apply_rope`: new contiguous (q, k)."""
+    """As `treadle.kernels.rope.apply_rope`."""
     tokens, q_heads, dim = q.shape
     kv_heads, rotary_dim = k.shape[1], cos_sin.shape[1]
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    if q_out is None:
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if k_out is None:
+        k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+    assert q_out.is_contiguous() and k_out.is_contiguous()
     block = triton.next_power_of_2(rotary_dim // 2)
     heads = max(1, min(_ELEMENTS // (2 * block), triton.next_power_of_2(q_heads)))
     q_blocks = triton.cdiv(q_heads, heads)
@@ -41,7 +46,7 @@ def apply_rope(
     return q_out, k_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def rope_kernel(
     q: tl.tensor,
     k: tl.tensor,

@@ -2,8 +2,8 @@
 
 Knows rows of logits only. A token is kept when its logit reaches the row's threshold; whether a
 threshold keeps too many is monotone, so 8 passes find it bit by bit, 4 bits each, exactly.
-The draw inverts the kept distribution in the order of ids; random numbers are keyed by
-(seed, position), so a row never depends on its neighbours.
+A draw is the largest of the kept tokens' logits plus noise keyed by (seed, position, token), as
+`treadle.kernels.sampling` makes it, so a row never depends on its neighbours.
 
 Axes: N rows, V vocabulary, C chunks of a row, B bins of a pass.
 """
@@ -50,49 +50,51 @@ def sample(
     seeds: Tensor,  # [N] int64
     positions: Tensor,  # [N] int64
     filters: Filters | None = None,
+    out: Tensor | None = None,  # [N] int64
 ) -> Tensor:  # [N] int64
     """The likeliest token where temperature is 0 (of equals the lowest id), else a draw."""
     rows, vocab = logits.shape
-    summary = summarize(logits, temperature)
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
     if not rows:
         return tokens
-    kept, threshold = summary.mass, summary.peak
-    is_filtered = temperature is not None and filters is not None
-    if temperature is not None and filters is not None:
-        kept, threshold = _narrow(logits, temperature, filters, summary)
-    draw_kernel[(rows,)](
-        logits, summary.peak if temperature is None else temperature, seeds, positions,
-        summary.peak, summary.peak_id, kept, threshold, tokens, logits.stride(0), summary.chunks,
-        VOCAB=vocab, CHUNK=summary.chunk, BLOCK=summary.chunks_block,
-        TEMPERED=temperature is not None, FILTERED=is_filtered, num_warps=8,
-    )  # fmt: skip
+    summary = summarize(logits, temperature)
+    best, best_id = summary.peak, summary.peak_id
+    if temperature is not None:
+        is_filtered = filters is not None
+        threshold = best if filters is None else _narrow(logits, temperature, filters, summary)
+        best, best_id = torch.empty_like(best), torch.empty_like(best_id)
+        draw_kernel[(rows, summary.chunks)](
+            logits, temperature, threshold, seeds, positions, summary.peak, summary.peak_id,
+            best, best_id, logits.stride(0), VOCAB=vocab, CHUNK=summary.chunk,
+            BLOCK=summary.chunks_block, FILTERED=is_filtered, num_warps=8,
+        )  # fmt: skip
+    pick_kernel[(rows,)](
+        best, best_id, tokens, summary.chunks, BLOCK=summary.chunks_block, num_warps=1
+    )
     return tokens
 
 
 def _narrow(
     logits: Tensor, temperature: Tensor, filters: Filters, summary: Summary
-) -> tuple[Tensor, Tensor]:
-    """The kept mass of every chunk [N, C] relative to the row's peak, and the thresholds [N]."""
+) -> Tensor:  # [N] fp32 what a kept token's logit reaches
     rows, vocab = logits.shape
     device, bins = logits.device, (2, rows, summary.chunks, _BINS.value)
     low = torch.empty(_LEVELS.value, rows, dtype=torch.int64, device=device)
     above = torch.empty(bins, dtype=torch.int32, device=device)
     above_mass = torch.empty(bins, dtype=torch.float32, device=device)
-    kept = torch.empty_like(summary.mass)
     threshold = torch.empty(rows, dtype=torch.float32, device=device)
-    given = (logits, temperature, filters.top_k, filters.top_p, summary.peak, summary.mass)
-    sizes = dict(VOCAB=vocab, CHUNK=summary.chunk, BLOCK=summary.chunks_block)
+    limits = (temperature, filters.top_k, filters.top_p, summary.peak, summary.mass)
     for level in range(_LEVELS.value):
         narrow_kernel[(rows, summary.chunks)](
-            *given, low, above, above_mass, logits.stride(0), level,
-            **sizes, IS_FIRST=level == 0, num_warps=4,
+            logits, *limits, low, above, above_mass, logits.stride(0), level,
+            VOCAB=vocab, CHUNK=summary.chunk, BLOCK=summary.chunks_block,
+            IS_FIRST=level == 0, num_warps=4,
         )  # fmt: skip
-    keep_kernel[(rows, summary.chunks)](
-        *given, filters.min_p, low, above, above_mass, kept, threshold, logits.stride(0),
-        **sizes, num_warps=8,
+    threshold_kernel[(rows,)](
+        *limits, filters.min_p, low, above, above_mass, threshold, summary.chunks,
+        VOCAB=vocab, BLOCK=summary.chunks_block, num_warps=4,
     )  # fmt: skip
-    return kept, threshold
+    return threshold
 
 
 @triton.jit(do_not_specialize=["level"])
@@ -143,10 +145,9 @@ def narrow_kernel(
     tl.store(above_mass + at, weight)
 
 
-@triton.jit
-def keep_kernel(
-    logits: tl.tensor,  # as narrow_kernel's
-    temperature: tl.tensor,
+@triton.jit(do_not_specialize=["chunks"])
+def threshold_kernel(
+    temperature: tl.tensor,  # as narrow_kernel's
     top_k: tl.tensor,
     top_p: tl.tensor,
     peak: tl.tensor,
@@ -155,16 +156,13 @@ def keep_kernel(
     low: tl.tensor,
     above: tl.tensor,
     above_mass: tl.tensor,
-    kept: tl.tensor,  # [N, C] written
     threshold: tl.tensor,  # [N] written
-    stride: tl.tensor,
+    chunks: tl.tensor,  # C
     VOCAB: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Grid: rows, chunks. The last bin is the threshold: the mass that reaches it."""
-    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chunks = tl.num_programs(1)
+    """Grid: rows. The last bin is the threshold, unless min-p asks for more."""
+    n = tl.program_id(0).to(tl.int64)
     rate = inverse_temperature(temperature + n, True)
     highest, peaks = row_peak(peak + n * chunks, chunks, BLOCK)
     least = highest + tl.log2(tl.load(min_p + n)) / rate
@@ -173,66 +171,64 @@ def keep_kernel(
         last: tl.constexpr = _LEVELS - 1
         key = _settle(n, last, low, above, above_mass, top_k, top_p, total, BLOCK, chunks)
         least = tl.maximum(least, _value(key))
-    token = c * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + n * stride + token, mask=token < VOCAB, other=float("-inf"))
-    x = x.to(tl.float32)
-    tl.store(kept + n * chunks + c, tl.sum(tl.where(x >= least, weigh(x, highest, rate), 0.0), 0))
-    if c == 0:
-        tl.store(threshold + n, least)
+    tl.store(threshold + n, least)
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit
 def draw_kernel(
     logits: tl.tensor,  # [N, V]
     temperature: tl.tensor,  # [N]
+    threshold: tl.tensor,  # [N] read when FILTERED
     seeds: tl.tensor,  # [N]
     positions: tl.tensor,  # [N]
     peak: tl.tensor,  # [N, C]
     peak_id: tl.tensor,  # [N, C]
-    kept: tl.tensor,  # [N, C]
-    threshold: tl.tensor,  # [N]
-    tokens: tl.tensor,  # [N] written
+    best: tl.tensor,  # [N, C] written: the largest score of every chunk, and its id
+    best_id: tl.tensor,  # [N, C] written
     stride: tl.tensor,
-    chunks: tl.tensor,  # C
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
-    TEMPERED: tl.constexpr,
     FILTERED: tl.constexpr,
 ) -> None:
-    """Grid: rows. Finds the chunk in which the drawn mass ends, then the token in the chunk."""
+    """Grid: rows, chunks. A greedy row's scores are its logits."""
+    n, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    chunks = tl.num_programs(1)
+    at = n * chunks + c
+    highest, _ = row_peak(peak + n * chunks, chunks, BLOCK)
+    t = tl.load(temperature + n)
+    # a peak that is not finite leaves no differences to draw by
+    if (t > 0) & (tl.abs(highest) < float("inf")):
+        token = c * CHUNK + tl.arange(0, CHUNK)
+        x = tl.load(logits + n * stride + token, mask=token < VOCAB, other=float("-inf"))
+        x = x.to(tl.float32)
+        row = _mix(_mix(tl.load(seeds + n)) + tl.load(positions + n) * _GOLDEN)
+        score = tl.div_rn(x - highest, t) + _gumbel(row, token)
+        least = tl.load(threshold + n) if FILTERED else float("-inf")
+        score = tl.where(x >= least, score, float("-inf"))  # a NaN is not kept either
+        largest = tl.max(score, 0)
+        first = tl.min(tl.where((score == largest) & (token < VOCAB), token, VOCAB - 1), 0)
+        tl.store(best + at, largest)
+        tl.store(best_id + at, first)
+    else:
+        tl.store(best + at, tl.load(peak + at))
+        tl.store(best_id + at, tl.load(peak_id + at))
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def pick_kernel(
+    best: tl.tensor,  # [N, C]
+    best_id: tl.tensor,  # [N, C]
+    tokens: tl.tensor,  # [N] written
+    chunks: tl.tensor,  # C
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid: rows. The id of the best chunk, of equals the first."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    highest, peaks = row_peak(peak + n * chunks, chunks, BLOCK)
-    holder = tl.min(tl.where((peaks == highest) & (c < chunks), c, chunks - 1), 0)
-    likeliest = tl.load(peak_id + n * chunks + holder).to(tl.int64)
-    tl.store(tokens + n, likeliest)
-    if TEMPERED:
-        if tl.load(temperature + n) > 0:
-            rate = inverse_temperature(temperature + n, True)
-            least = tl.full([], float("-inf"), tl.float32)
-            if FILTERED:
-                masses = tl.load(kept + n * chunks + c, mask=c < chunks, other=0.0)
-                least = tl.load(threshold + n)
-            else:
-                masses = row_mass(kept + n * chunks, peaks, highest, rate, chunks, BLOCK)
-            passed = tl.cumsum(masses, 0)
-            share = _uniform(tl.load(seeds + n), tl.load(positions + n))
-            target = share * tl.max(passed, 0)
-            # rounding can put the target at the very end: then the last chunk that has mass
-            end = tl.max(tl.where(masses > 0, c, 0), 0)
-            chunk = tl.minimum(tl.sum((passed <= target).to(tl.int32), 0), end)
-            before = tl.max(tl.where(c < chunk, passed, 0.0), 0)
-            token = chunk * CHUNK + tl.arange(0, CHUNK)
-            x = tl.load(logits + n * stride + token, mask=token < VOCAB, other=float("-inf"))
-            x = x.to(tl.float32)
-            weight = tl.where(x >= least, weigh(x, highest, rate), 0.0)
-            reached = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
-            last = tl.max(tl.where(weight > 0, token, 0), 0)
-            drawn = tl.min(tl.where(reached, token, last), 0)
-            drawn = tl.where(tl.sum(reached.to(tl.int32), 0) > 0, drawn, last)
-            if tl.max(passed, 0) > 0:  # else nothing is possible, or a logit is not a number
-                tl.store(tokens + n, drawn.to(tl.int64))
+    highest, values = row_peak(best + n * chunks, chunks, BLOCK)
+    holder = tl.min(tl.where((values == highest) & (c < chunks), c, chunks - 1), 0)
+    tl.store(tokens + n, tl.load(best_id + n * chunks + holder).to(tl.int64))
 
 
 @triton.jit
@@ -288,10 +284,18 @@ def _value(key: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _uniform(seed: tl.tensor, position: tl.tensor) -> tl.tensor:
-    """In [0, 1), as `treadle.graphs.sampler.uniform`."""
-    mixed = _mix(_mix(seed) + position * _GOLDEN)
-    return ((mixed >> 40) & 0xFFFFFF).to(tl.float32) * (2.0**-24)
+def _gumbel(
+    row: tl.tensor,  # hash of seed and position
+    token: tl.tensor,
+) -> tl.tensor:
+    """Standard Gumbel noise, as `treadle.kernels.sampling.gumbel`."""
+    mixed = _mix(row + token.to(tl.int64) * _GOLDEN)
+    v = (((mixed >> 33) & 0x7FFFFFFF).to(tl.float32) + 0.5) * (2.0**-31)
+    v = tl.minimum(v, 1 - 2.0**-24)
+    # -log1p(-v): what rounding 1 - v loses is known, and given back (Kahan)
+    rest = 1 - v
+    given_back = tl.div_rn(v, tl.where(rest < 1, 1 - rest, 1.0))
+    return -tl.log(tl.where(rest < 1, -tl.log(rest) * given_back, v))
 
 
 @triton.jit

@@ -46,30 +46,24 @@ def test_tier_changes_at_its_bound() -> None:
     assert tier_of(20 * GB - 1).chunk_size == 2048 and tier_of(20 * GB).chunk_size == 4096
 
 
-def prefill_graphs(limit: int) -> int:
-    """SGLang's ladder, counted token by token."""
-    steps = [(32, 4), (256, 16), (512, 32), (1024, 64), (4096, 256), (10**9, 512)]
-    count = 0
-    for tokens in range(1, limit + 1):
-        end, step = next(pair for pair in steps if tokens <= pair[0])
-        count += tokens % step == 0
-    return count
-
-
-@pytest.mark.parametrize("limit", [1, 4, 2048, 4096, 8192, 16384, random.randint(5, 20000)])
-def test_graphs_take_their_share_per_row_and_bucket(limit: int) -> None:
-    expected = 256 * 2 * MIB + prefill_graphs(limit) * 8 * MIB
-    assert graph_bytes(facts(), 256, limit) == expected
-    assert graph_bytes(facts(is_host=True), 256, limit) == 0
+def test_graphs_take_their_share_per_row_and_bucket() -> None:
+    rows, buckets = random.randint(1, 600), random.randint(1, 80)
+    assert graph_bytes(facts(), rows, buckets) == (rows * 2 + buckets * 8) * MIB
+    assert graph_bytes(facts(), rows, 0) + graph_bytes(facts(), 0, buckets) == graph_bytes(
+        facts(), rows, buckets
+    )
+    assert graph_bytes(facts(), 0, 0) == graph_bytes(facts(is_host=True), rows, buckets) == 0
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "chunk", "rows"),
-    [(24, 4096, 48), (48, 4096, 32), (80, 8192, 256), (192, 16384, 512)],
+    ("gigabytes", "chunk", "rows", "buckets"),
+    [(24, 4096, 48, 50), (48, 4096, 32, 50), (80, 8192, 256, 58), (192, 16384, 512, 74)],
 )
-def test_automatic_fraction_of_a_gpu_is_sglangs(gigabytes: int, chunk: int, rows: int) -> None:
+def test_automatic_fraction_of_a_gpu_is_sglangs(
+    gigabytes: int, chunk: int, rows: int, buckets: int
+) -> None:
     total = gigabytes * 1024
-    graphs = rows * 2 + 8 * prefill_graphs(chunk)
+    graphs = rows * 2 + 8 * buckets
     reserved = 512 + 1.5 * chunk + 1024 / 8 + graphs
     if total > 60 * 1024:
         reserved = max(reserved, 10 * 1024)

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.engine import ConfigError
-from treadle.engine.config import EngineConfig, flag
-from treadle.engine.memory import GB, ModelFacts
+from treadle.engine.config import EngineConfig
+from treadle.engine.memory import GB, MIB, ModelFacts
 from treadle.engine.resolve import Infeasible, Resolved, context_length, resolve
+from treadle.engine.settings import flag
+from treadle.graphs.buckets import decode_ladder, prefill_ladder
 
 
 def facts(**changed: Any) -> ModelFacts:
@@ -150,6 +152,123 @@ def test_resolved_config_holds_the_automatic_values() -> None:
     assert again.config == found.config and set(again.reasons.values()) == {"given"}
 
 
+GRAPH_NAMES = {
+    "cuda_graph_max_bs", "cuda_graph_bs", "piecewise_cuda_graph_max_tokens",
+    "piecewise_cuda_graph_tokens", "cuda_graph_backend_decode", "cuda_graph_backend_prefill",
+}  # fmt: skip
+
+
+def test_graphs_of_a_gpu_are_sglangs() -> None:
+    found = resolved(gpu(), graph_capture_budget_ms=7, warmup_graphs=True)
+    assert found.graphs.decode_rows == decode_ladder(256)
+    assert found.graphs.prefill_tokens == prefill_ladder(8192)
+    assert found.graphs.capture_budget_ms == 7 and found.graphs.warmup and found.graphs.padding
+    assert found.graphs.reserve_bytes == (2 * 256 + 8 * 58) * MIB == found.equation.graphs
+    assert found.reasons["cuda_graph_max_bs"] == "usual for a GPU of 80 GB"
+    assert found.config.graphs.cuda_graph_max_bs == 256
+    assert found.config.graphs.cuda_graph_bs == decode_ladder(256)
+    assert found.graphs.buckets.rows_for(17) == 24 and found.graphs.buckets.tokens_for(33) == 48
+
+
+def test_graphs_of_a_host_are_fine_and_take_no_memory() -> None:
+    found = resolved(max_running_requests=100)
+    assert found.graphs.decode_rows == decode_ladder(100, dense=True)
+    assert found.graphs.prefill_tokens == prefill_ladder(512)
+    assert found.graphs.reserve_bytes == found.equation.graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [
+        ({"cuda_graph_max_bs": 30}, (1, 2, 4, 8, 12, 16, 24, 30)),
+        ({"cuda_graph_bs": [9, 1, 4, 9]}, (1, 4, 9)),
+        ({"cuda_graph_bs_decode": (5,), "cuda_graph_max_bs": 64}, (5,)),
+        ({"max_running_requests": 10}, (1, 2, 4, 8, 10)),
+        ({"max_running_requests": 10, "cuda_graph_max_bs": 512}, (1, 2, 4, 8, 10)),
+        ({"max_running_requests": 10, "cuda_graph_bs": [4, 20, 40]}, (4, 10)),
+        ({"cuda_graph_max_bs": 3, "disable_cuda_graph_padding": True}, (1, 2, 3)),
+        ({"disable_decode_cuda_graph": True, "cuda_graph_max_bs": 8}, ()),
+        ({"disable_cuda_graph": True}, ()),
+        ({"disable_cuda_graph": True, "cuda_graph_backend_decode": "full",
+          "cuda_graph_max_bs": 2}, (1, 2)),
+        ({"cuda_graph_config": {"decode": {"max_bs": 2}}, "cuda_graph_bs": [4, 8]}, (1, 2)),
+        ({"cuda_graph_config": {"decode": {"bs": [6, 3]}}, "cuda_graph_max_bs": 2}, (3, 6)),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled"}},
+          "cuda_graph_backend_decode": "full"}, ()),
+        ({"cuda_graph_config": {"decode": {"backend": "full"}}, "disable_decode_cuda_graph": True,
+          "cuda_graph_bs": [2]}, (2,)),
+    ],
+)  # fmt: skip
+def test_decode_graphs_follow_the_flags(flags: dict[str, Any], rows: tuple[int, ...]) -> None:
+    found = resolved(gpu(), **flags)
+    assert found.graphs.decode_rows == rows
+    prefill = 8 * len(found.graphs.prefill_tokens)
+    assert found.graphs.reserve_bytes == (2 * max(rows, default=0) + prefill) * MIB
+    assert found.config.graphs.cuda_graph_backend_decode == ("full" if rows else "disabled")
+    assert resolve(found.config, gpu()).graphs == found.graphs
+
+
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        ({"piecewise_cuda_graph_max_tokens": 20}, (4, 8, 12, 16, 20)),
+        ({"cuda_graph_max_bs_prefill": 18}, (4, 8, 12, 16, 18)),
+        ({"piecewise_cuda_graph_tokens": [512, 64]}, (64, 512)),
+        ({"chunked_prefill_size": 300, "cuda_graph_bs_prefill": [64, 512]}, (64, 300)),
+        ({"chunked_prefill_size": 10}, (4, 8, 10)),
+        ({"max_total_tokens": 14}, (4, 8, 12, 14)),
+        ({"disable_piecewise_cuda_graph": True}, ()),
+        ({"disable_prefill_cuda_graph": True, "cuda_graph_bs_prefill": [64]}, ()),
+        ({"cuda_graph_backend_prefill": "disabled"}, ()),
+        ({"disable_cuda_graph": True, "enable_piecewise_cuda_graph": True}, ()),
+        ({"disable_cuda_graph": True, "cuda_graph_backend_prefill": "breakable",
+          "cuda_graph_bs_prefill": [9]}, (9,)),
+        ({"cuda_graph_config": {"prefill": {"bs": [7]}}, "cuda_graph_max_bs_prefill": 3}, (7,)),
+        ({"cuda_graph_config": {"prefill": {"backend": "disabled"}}}, ()),
+    ],
+)  # fmt: skip
+def test_prefill_graphs_follow_the_flags(flags: dict[str, Any], tokens: tuple[int, ...]) -> None:
+    found = resolved(gpu(), **flags)
+    assert found.graphs.prefill_tokens == tokens
+    decode = 2 * max(found.graphs.decode_rows, default=0)
+    assert found.graphs.reserve_bytes == (decode + 8 * len(tokens)) * MIB
+    assert resolve(found.config, gpu()).graphs == found.graphs
+
+
+def test_whole_prompts_have_graphs_up_to_the_token_limit() -> None:
+    found = resolved(gpu(141), chunked_prefill_size=-1)
+    assert found.graphs.prefill_tokens == prefill_ladder(16384)
+
+
+def test_memory_of_graphs_that_are_disabled_goes_to_the_pool() -> None:
+    on, off = resolved(gpu(48)), resolved(gpu(48), disable_cuda_graph=True)
+    assert off.equation.graphs == 0 and off.max_total_tokens > on.max_total_tokens
+    assert off.mem_fraction_static > on.mem_fraction_static
+
+
+def test_reasons_of_graphs_name_what_decided() -> None:
+    found = resolved(
+        gpu(), disable_cuda_graph=True, max_running_requests=8,
+        cuda_graph_config={"decode": {"backend": "full"}},
+    )  # fmt: skip
+    assert found.reasons["cuda_graph_backend_decode"] == "--cuda-graph-config"
+    assert found.reasons["cuda_graph_backend_prefill"] == "--disable-cuda-graph"
+    assert found.reasons["cuda_graph_max_bs"] == "no more run at once"
+    assert found.reasons["piecewise_cuda_graph_tokens"] == "there are no such graphs"
+
+
+def test_decode_graphs_that_are_cut_are_not_built_and_said_so() -> None:
+    found = resolved(gpu(), cuda_graph_backend_decode="breakable")
+    assert found.config.graphs.cuda_graph_backend_decode == "full" and found.graphs.decode_rows
+    assert found.warnings == ("--cuda-graph-backend-decode breakable is not built: full is used",)
+
+
+def test_contradictions_between_graph_flags_are_found_again_when_solving() -> None:
+    config = EngineConfig().replace({"cuda_graph_bs": [8], "cuda_graph_max_bs": 4})
+    with pytest.raises(ConfigError, match="--cuda-graph-max-bs 4 is below 8 of --cuda-graph-bs"):
+        resolve(config, gpu())
+
+
 def test_context_beyond_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="--context-length 1001 .* 1000 positions"):
         context_length(EngineConfig.from_flags({"context_length": 1001}), 1000)
@@ -164,7 +283,7 @@ def check_advice(config: EngineConfig, of: ModelFacts, error: Infeasible) -> Non
         assert found.equation.reserve >= 0
         for name, value in change.items():
             if value is not None:
-                assert getattr(found, name) == value
+                assert found.config.values()[name] == value
 
 
 @pytest.mark.parametrize(
@@ -188,6 +307,18 @@ def check_advice(config: EngineConfig, of: ModelFacts, error: Infeasible) -> Non
             {"mem_fraction_static", "max_running_requests"},
         ),
         (facts(), {"max_total_tokens": 1}, {"max_total_tokens"}),
+        (
+            gpu(24, max_position=4096),
+            {"cuda_graph_max_bs": 4096, "chunked_prefill_size": 64, "max_running_requests": 4096,
+             "max_total_tokens": 9000, "mem_fraction_static": 0.8},
+            {"mem_fraction_static", "cuda_graph_max_bs"},
+        ),
+        (
+            gpu(24, max_position=4096),
+            {"cuda_graph_bs": [1, 4096], "chunked_prefill_size": 64, "max_running_requests": 4096,
+             "max_total_tokens": 9000, "mem_fraction_static": 0.8},
+            {"mem_fraction_static", "cuda_graph_max_bs"},
+        ),
         (facts(), {"page_size": 10**7, "mem_fraction_static": 0.5}, {"page_size"}),
         (
             gpu(),
@@ -267,4 +398,8 @@ def test_what_resolves_fits_and_what_does_not_is_advised_well(
     assert 1 <= found.max_running_requests <= found.max_total_tokens // 2
     names = ("context_length", "page_size", "chunked_prefill_size", "mem_fraction_static",
              "max_total_tokens", "max_running_requests")  # fmt: skip
-    assert set(found.reasons) == set(names)
+    assert set(found.reasons) == {*names, *GRAPH_NAMES}
+    rows, tokens = found.graphs.decode_rows, found.graphs.prefill_tokens
+    assert sorted(set(rows)) == list(rows) and 1 <= rows[-1] <= found.max_running_requests
+    assert sorted(set(tokens)) == list(tokens) and tokens[-1] <= found.equation.step_tokens
+    assert found.graphs.reserve_bytes == found.equation.graphs

@@ -56,6 +56,7 @@ class DecoderRunner:
             cu_seqlens_q=torch.tensor([0, *counts]).cumsum(0).int(),
             seq_lens=torch.tensor(self.lengths).int(),
             page_table=self.page_table,
+            req_slot=torch.arange(len(tokens)),
             page_size=self.page_size,
             max_q_len=max(counts),
             max_seq_len=max(self.lengths),

@@ -3,150 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from plan_host import VOCAB, Host, column, continued, make_decoder
 
-from treadle.graphs.device import HostDevice
-from treadle.graphs.executor import DeviceExecutor
-from treadle.graphs.kv_memory import KvMemory, KvShape
+from treadle.graphs.assemble import ExecutorOptions
 from treadle.graphs.models.decoder import Decoder
-from treadle.graphs.runner import Runner
-from treadle.graphs.step import (
-    Capacity,
-    KvGroup,
-    PageTableUpdate,
-    SamplingBatch,
-    SlotInit,
-    Step,
-    StepPlan,
-    StepResult,
-)
-from treadle.graphs.weights.load import load_decoder, read_spec
-
-VOCAB = 97
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
-    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu", "dtype": "float32",
-}  # fmt: skip
+from treadle.graphs.step import Step
 
 
 @pytest.fixture
-def decoder(tmp_path: Path) -> Decoder:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    made = load_decoder(
-        tmp_path,
-        read_spec(tmp_path),
-        load_format="dummy",
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
-    with torch.no_grad():
-        for layer in made.layers:  # stronger than a usual start, so that attention matters
-            layer.attention.qkv.weight.mul_(8)
-    return made
-
-
-class Host:
-    """Plays the scheduler for a few rows, each with its own slot and pages."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        page_size: int,
-        depth: int = 2,
-        late_s: float = 0.0,
-        num_token_ids: int | None = None,
-    ) -> None:
-        group = KvGroup("full", page_size, 4 * (-(-64 // page_size)), 1)
-        capacity = Capacity((group,), 4, 64, VOCAB)
-        device = HostDevice(max_delay_s=late_s)
-        shape = KvShape(2, 2, 8, torch.float32)
-        memory = KvMemory(shape, group, capacity, device.torch_device)
-        for k, v in memory.layers:
-            k.fill_(torch.nan), v.fill_(torch.nan)
-        runner = Runner(decoder, memory, capacity, device, depth, num_token_ids)
-        self.executor = DeviceExecutor(runner, device, depth)
-        self.page_size = page_size
-        self.seq = 0
-        self.length = [0] * 4
-        pages = random.sample(range(group.pages), group.pages)
-        width = group.pages // 4
-        self.pages = [pages[slot * width : (slot + 1) * width] for slot in range(4)]
-
-    def step(
-        self,
-        rows: Sequence[tuple[int, Sequence[int] | None]],
-        *,
-        samples: Sequence[bool] | None = None,
-        temperature: float = 0.0,
-        constrained: bool = False,
-        fresh: bool = False,
-    ) -> Step:
-        """rows: (slot, host tokens, or None to decode the slot's own last token)."""
-        self.seq += 1
-        updates = []
-        for slot, tokens in rows:
-            start = self.length[slot]
-            self.length[slot] += 1 if tokens is None else len(tokens)
-            first, last = -(-start // self.page_size), -(-self.length[slot] // self.page_size)
-            updates += [(slot, i, self.pages[slot][i]) for i in range(first, last)]
-        table = np.array(updates, dtype=np.int32).reshape(-1, 3)
-        slots = np.array([slot for slot, _ in rows], dtype=np.int32)
-        count = len(rows)
-        plan = StepPlan(
-            mode="mixed",
-            req_slot=slots,
-            epoch=np.zeros(count, dtype=np.int32),
-            q_len=np.array([1 if t is None else len(t) for _, t in rows], dtype=np.int32),
-            from_host=np.array([t is not None for _, t in rows]),
-            max_len=np.array([self.length[slot] for slot, _ in rows], dtype=np.int32),
-            samples=np.array(samples if samples is not None else [True] * count),
-            token_ids=np.array([i for _, t in rows for i in t or ()], dtype=np.int32),
-            page_updates={"full": PageTableUpdate(table[:, 0], table[:, 1], table[:, 2])}
-            if updates
-            else {},
-            slot_init=SlotInit(slots, slots * 0, np.arange(count, dtype=np.uint64))
-            if fresh
-            else None,
-            sampling=SamplingBatch(
-                np.full(count, temperature, dtype=np.float32),
-                all_greedy=temperature == 0,
-                constrained=np.full(count, True) if constrained else None,
-            ),
-        )
-        return Step(self.seq, (plan,))
-
-
-@torch.inference_mode()
-def continued(decoder: Decoder, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens after a prompt, each from a fresh forward over everything before it."""
-    from treadle.kernels.paged_attention import AttentionMeta
-
-    tokens = list(prompt)
-    for _ in range(count):
-        length = len(tokens)
-        cache = [(torch.zeros(length, 2, 8), torch.zeros(length, 2, 8)) for _ in range(2)]
-        meta = AttentionMeta(
-            torch.tensor([0, length]).int(), torch.tensor([length]).int(),
-            torch.zeros(1, 1).int(), length, length, length,
-        )  # fmt: skip
-        positions = torch.arange(length)
-        hidden = decoder.forward(torch.tensor(tokens), positions, cache, positions, meta)
-        tokens.append(int(decoder.logits(hidden[-1:]).argmax()))
-    return tokens[len(prompt) :]
-
-
-def column(result: StepResult) -> list[int]:
-    return [int(token) for token in result.token_ids[:, 0]]
+def decoder() -> Decoder:
+    return make_decoder()
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16])
@@ -154,7 +25,7 @@ def column(result: StepResult) -> list[int]:
 async def test_overlapped_chunks_and_decodes_equal_fresh_forwards(
     decoder: Decoder, page_size: int, late_s: float
 ) -> None:
-    host = Host(decoder, page_size, depth=3, late_s=late_s)
+    host = Host(decoder, page_size, late_s, options=ExecutorOptions(depth=3))
     prompts = [[random.randrange(VOCAB) for _ in range(n)] for n in (5, 11)]
     first = host.executor.launch(
         host.step([(0, prompts[0]), (2, prompts[1][:4])], samples=[True, False], fresh=True)
@@ -174,7 +45,7 @@ async def test_overlapped_chunks_and_decodes_equal_fresh_forwards(
 async def test_slot_and_pages_serve_the_next_request_while_a_step_is_in_flight(
     decoder: Decoder,
 ) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     old = host.executor.launch(host.step([(1, [1, 2, 3, 4, 5])], fresh=True))
     host.length[1] = 0
     new = host.executor.launch(host.step([(1, [9, 8, 7])], fresh=True))
@@ -184,7 +55,7 @@ async def test_slot_and_pages_serve_the_next_request_while_a_step_is_in_flight(
 
 
 async def test_constrained_step_samples_when_its_mask_comes(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     prompt = [3, 1, 4, 1, 5]
     free = host.executor.launch(host.step([(0, prompt)], fresh=True))
     likeliest = column(await free)[0]
@@ -207,7 +78,7 @@ async def test_constrained_step_samples_when_its_mask_comes(decoder: Decoder) ->
 
 
 async def test_mask_of_none_restricts_nothing(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     held = host.executor.launch(host.step([(0, [5, 6])], fresh=True, constrained=True))
     held.sample(None)
     assert column(await held) == continued(decoder, [5, 6], 1)
@@ -215,7 +86,7 @@ async def test_mask_of_none_restricts_nothing(decoder: Decoder) -> None:
 
 
 async def test_unconstrained_step_takes_no_mask(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     handle = host.executor.launch(host.step([(0, [5, 6])], fresh=True))
     with pytest.raises(RuntimeError, match="waits for no mask"):
         handle.sample(None)
@@ -223,7 +94,7 @@ async def test_unconstrained_step_takes_no_mask(decoder: Decoder) -> None:
 
 
 async def test_sequence_and_depth_are_enforced(decoder: Decoder) -> None:
-    host = Host(decoder, 4, depth=2, late_s=0.05)
+    host = Host(decoder, 4, 0.05)
     step = host.step([(0, [1])], fresh=True)
     with pytest.raises(RuntimeError, match="1 is next"):
         host.executor.launch(Step(7, step.plans))
@@ -236,7 +107,7 @@ async def test_sequence_and_depth_are_enforced(decoder: Decoder) -> None:
 
 
 async def test_step_that_raises_reports_it_and_the_next_one_runs(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     bad = host.executor.launch(host.step([(0, [VOCAB + 5])], fresh=True))
     host.length[0] = 0
     good = host.executor.launch(host.step([(0, [4, 2])], fresh=True))
@@ -250,7 +121,7 @@ async def test_step_that_raises_reports_it_and_the_next_one_runs(decoder: Decode
 async def test_constrained_step_whose_forward_raised_still_takes_its_mask(
     decoder: Decoder,
 ) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     bad = host.executor.launch(host.step([(0, [VOCAB])], fresh=True, constrained=True))
     with pytest.raises(IndexError):
         await bad
@@ -262,7 +133,7 @@ async def test_constrained_step_whose_forward_raised_still_takes_its_mask(
 
 
 async def test_closed_executor_takes_no_step_and_closes_again(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     last = host.executor.launch(host.step([(0, [1])], fresh=True))
     await host.executor.close()
     assert column(await last) == continued(decoder, [1], 1)
@@ -273,7 +144,7 @@ async def test_closed_executor_takes_no_step_and_closes_again(decoder: Decoder) 
 
 
 async def test_rows_of_the_head_without_a_token_are_never_sampled(decoder: Decoder) -> None:
-    host = Host(decoder, 4, num_token_ids=40)
+    host = Host(decoder, options=ExecutorOptions(num_token_ids=40))
     rows = [(slot, [1, 2, 3 + slot]) for slot in range(4)]
     steps = [host.step(rows, fresh=True, temperature=50.0)]
     steps += [host.step([(slot, None) for slot in range(4)], temperature=50.0) for _ in range(20)]
@@ -286,7 +157,7 @@ async def test_rows_of_the_head_without_a_token_are_never_sampled(decoder: Decod
 async def test_banned_tokens_are_not_drawn_and_hurt_no_other_row(
     decoder: Decoder, num_token_ids: int | None
 ) -> None:
-    host = Host(decoder, 4, num_token_ids=num_token_ids)
+    host = Host(decoder, options=ExecutorOptions(num_token_ids=num_token_ids))
     prompts = [[7, 3, 9], [1, 2], [7, 3, 9]]
     step = host.step(
         [(slot, prompt) for slot, prompt in enumerate(prompts)],
@@ -302,7 +173,7 @@ async def test_banned_tokens_are_not_drawn_and_hurt_no_other_row(
 
 
 async def test_seeded_draws_repeat_and_differ_between_seeds(decoder: Decoder) -> None:
-    host = Host(decoder, 4)
+    host = Host(decoder)
     drawn = []
     for _ in range(2):
         host.length = [0] * 4

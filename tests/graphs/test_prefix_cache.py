@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import torch
-from tiny_engine import RecordingRunner, tiny_decoder, tiny_parts
+from tiny_engine import Recorder, tiny_decoder, tiny_parts
 
 from treadle.engine import Engine, RequestOptions, RequestOutput, SamplingParams
 from treadle.graphs.models.decoder import Decoder
@@ -23,7 +23,7 @@ def decoder() -> Decoder:
 
 
 async def answer(
-    engine: Engine, runner: RecordingRunner, prompt: list[int]
+    engine: Engine, runner: Recorder, prompt: list[int]
 ) -> tuple[list[int], torch.Tensor, int]:
     """Tokens, the logits each was sampled from, and how many prompt tokens were cached."""
     runner.logits.clear()

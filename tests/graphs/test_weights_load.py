@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from treadle.graphs.arena import HostArena
 from treadle.graphs.models.decoder import Decoder
-from treadle.graphs.weights.load import CheckpointError, load_decoder, read_spec
+from treadle.graphs.weights.load import (
+    CheckpointError,
+    load_decoder,
+    load_model,
+    read_spec,
+    reload_parameters,
+)
 from treadle.tools.tiny_model import VOCAB_SIZE, main, make_folder, make_gguf
 
 CPU = torch.device("cpu")
@@ -57,6 +65,52 @@ def test_format_must_match_the_path(tmp_path: Path) -> None:
         load(file, "safetensors")
     with pytest.raises(CheckpointError, match="'pt' is not supported; known: auto, safetensors"):
         load(folder, "pt")
+
+
+@pytest.mark.skipif(not HostArena.can_release, reason="only Linux takes memory back")
+@pytest.mark.parametrize("load_format", ["safetensors", "gguf", "dummy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_released_weights_are_reloaded_in_place(
+    load_format: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    path = make_folder(tmp_path, "qwen2")
+    if load_format == "gguf":
+        path = make_gguf(path, tmp_path / "tiny.gguf")
+    spec, arena = read_spec(path), HostArena()
+    loaded = load_model(
+        path,
+        spec,
+        load_format=load_format,
+        dtype=dtype,
+        allocate=partial(arena.empty, "weights"),
+        seed=7,
+    )
+    parameters = loaded.parameters
+    assert arena.allocated_bytes("weights") >= sum(x.nbytes for x in parameters.values())
+    assert loaded.decoder.embedding is parameters["embedding"]
+    before = {name: (x.data_ptr(), x.clone()) for name, x in parameters.items()}
+    arena.release("weights")
+    arena.resume("weights")
+    assert not any(x.any() for x in parameters.values())
+    reload_parameters(parameters, path, spec, load_format=load_format, seed=7)
+    for name, tensor in parameters.items():
+        assert tensor.data_ptr() == before[name][0]
+        assert torch.equal(tensor, before[name][1]), name
+
+
+def test_reload_refuses_another_models_checkpoint(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "a")
+    spec = read_spec(folder)
+    loaded = load_model(
+        folder,
+        spec,
+        load_format="auto",
+        dtype=torch.float32,
+        allocate=partial(HostArena().empty, "weights"),
+    )
+    other = make_folder(tmp_path / "b", overrides={"intermediate_size": spec.intermediate_size * 2})
+    with pytest.raises(CheckpointError, match="does not fit the config"):
+        reload_parameters(loaded.parameters, other, spec, load_format="auto")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,23 @@
-"""What gateways read of how busy the engine is."""
+"""What gateways and operators read of how busy the engine is and of its memory."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from treadle.graphs.step import GraphReport
+
 if TYPE_CHECKING:
+    from fake_served import FakeEngine
+
     from tests.http.conftest import Served
+
+MB = 2**20
 
 
 async def get(served: Served, path: str) -> Any:
@@ -38,11 +46,11 @@ async def test_loads_have_the_core_fields(served: Served) -> None:
         "max_running_requests": 8,
         "token_usage": 0.007,
         "gen_throughput": 12.5,
-        "memory": {"token_capacity": 1000},
+        "memory": {"weight_gb": 0, "kv_cache_gb": 0, "graph_gb": 0, "token_capacity": 1000},
         "queues": {"waiting": 0},
     }
     assert {name: load[name] for name in expected} == expected
-    assert "last_gen_throughput" not in load
+    assert "last_gen_throughput" not in load and "graphs" not in load
     served.engine.gate.set()
     await running
 
@@ -86,3 +94,56 @@ async def test_older_gateways_find_their_route(served: Served) -> None:
     assert await get(served, "/get_load") == [
         {"dp_rank": 0, "num_reqs": 0, "num_waiting_reqs": 0, "num_tokens": 7}
     ]
+
+
+def in_gb(num_bytes: int) -> Any:
+    return pytest.approx(num_bytes / 2**30, abs=1e-3)
+
+
+def with_graphs(engine: FakeEngine, report: GraphReport, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = replace(engine.load(), graphs=report)
+    monkeypatch.setattr(engine, "load", lambda: load)
+
+
+async def test_memory_is_told_to_the_megabyte(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, kv, available, graphs = (random.randrange(MB, 10**11) for _ in range(4))
+    engine = served.engine
+    engine.info = replace(engine.info, weight_bytes=weights, kv_bytes=kv, available_bytes=available)
+    with_graphs(engine, GraphReport({}, {}, graphs), monkeypatch)
+    memory = (await get(served, "/v1/loads?include=memory"))["loads"][0]["memory"]
+    assert memory == {
+        "weight_gb": in_gb(weights), "kv_cache_gb": in_gb(kv), "graph_gb": in_gb(graphs),
+        "token_capacity": 1000,
+    }  # fmt: skip
+    (state,) = (await get(served, "/server_info"))["internal_states"]
+    assert state["memory_usage"] == {
+        "weight": in_gb(weights), "kvcache": in_gb(kv), "startup_available": in_gb(available),
+        "graph": {"target": in_gb(graphs)}, "token_capacity": 1000,
+    }  # fmt: skip
+    async with served.session.get(served.url + "/v1/loads?format=prometheus") as response:
+        gauge = memory["graph_gb"]
+        assert f'sglang_memory_graph_gb{{dp_rank="0"}} {gauge}\n' in await response.text()
+
+
+async def test_server_info_tells_how_far_capture_is(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await get(served, "/server_info")
+    assert before["graphs"] == {"captured": {}, "planned": {}}
+    report = GraphReport({"decode": (1, 8), "prefill": (64,)}, {"decode": 3, "prefill": 5}, 7)
+    with_graphs(served.engine, report, monkeypatch)
+    after = await get(served, "/server_info")
+    assert after["graphs"] == {
+        "captured": {"decode": [1, 8], "prefill": [64]},
+        "planned": {"decode": 3, "prefill": 5},
+    }
+    assert after["internal_states"][0]["decode_cuda_graph_bs"] == [1, 8]
+
+
+async def test_server_info_tells_what_start_up_took(served: Served) -> None:
+    rows = {"imports": 0.71, "weights": 0.56, "other": 0.05}
+    served.engine.info = replace(served.engine.info, startup_s=rows)
+    info = await get(served, "/server_info")
+    assert (info["startup_time"], info["startup_s"]) == (1.32, rows)

@@ -38,7 +38,7 @@ async def start():
     if sys.argv[2] == "closed":
         engine.gate.clear()
     if sys.argv[2] == "lost":
-        engine.is_ready = False
+        engine.lost.set()
     return engine
 
 async def main():
@@ -177,5 +177,6 @@ async def test_loss_of_the_engine_ends_the_server() -> None:
     async with aiohttp.ClientSession() as session:
         program = await launch(session, 60, "lost")
         out, err = await asyncio.wait_for(program.process.communicate(), 20)
-        assert (program.process.returncode, err) == (0, b"")
+        assert program.process.returncode == 0
+        assert len(err.splitlines()) == 1 and b"device is lost" in err
         assert out.endswith(b"clean\n")

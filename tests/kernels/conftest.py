@@ -12,6 +12,7 @@ import torch
 import triton_interpreter
 
 from treadle.kernels import host
+from treadle.kernels.tape import Workspace
 
 if triton_interpreter.HAS_TRITON and triton_interpreter.IS_INTERPRETED:
     triton_interpreter.mend()
@@ -42,6 +43,24 @@ def implementation(
         return compiled
 
     return pick
+
+
+@pytest.fixture
+def played() -> Callable[..., Any]:
+    """Records a call, changes its inputs, plays the tape; returns what the call returned."""
+
+    def play(body: Callable[[], Any], change: Callable[[], object]) -> Any:
+        memory = torch.empty(1 << 22, dtype=torch.uint8)
+        results: list[Any] = []
+        tape = host.record(lambda: results.append(body()), Workspace(memory))
+        change()
+        memory.fill_(0xFF)  # NaN in every dtype: what the tape does not write shows
+        tape.play()
+        return results[0]
+
+    if host.LIBRARY is None:
+        pytest.skip("the host kernels are not built")
+    return play
 
 
 @pytest.fixture(

@@ -1,6 +1,6 @@
 """Triton's paged attention against one query at a time in fp64.
 
-Every slot and page-table entry that no query may see is poisoned.
+Every slot and page-table entry that no query may see is poisoned, and so is all about empty rows.
 """
 
 from __future__ import annotations
@@ -46,19 +46,25 @@ class Case:
     want: torch.Tensor
 
     def check(self, got: torch.Tensor) -> None:
-        q = self.arguments[0]
+        q, tokens = self.arguments[0], len(self.want)
         assert got.dtype is q.dtype and got.shape == q.shape and got.is_contiguous()
         bound = TOLERANCE[q.dtype]
-        torch.testing.assert_close(got.cpu().double(), self.want, rtol=bound, atol=bound)
+        torch.testing.assert_close(got[:tokens].cpu().double(), self.want, rtol=bound, atol=bound)
+        assert got[tokens:].isnan().all()
 
 
-def make_case(device: torch.device, shape: Shape, rows: list[tuple[int, int]]) -> Case:
-    """rows: (q_len, seq_len) of each; a row without queries belongs to a padded batch."""
+def make_case(
+    device: torch.device, shape: Shape, rows: list[tuple[int, int]], padding: int = 0
+) -> Case:
+    """rows: (q_len, seq_len) of each. padding: tokens after those of the rows."""
     q_lens, seq_lens = [q for q, _ in rows], [s for _, s in rows]
     size = shape.page_size
     pages = -(-max(seq_lens) // size) + 2
-    table = torch.randperm(len(rows) * pages).view(len(rows), pages).int()
-    slots = (len(rows) * pages * size, shape.kv_heads, shape.dim)
+    places = len(rows) + random.randint(0, 3)  # rows of the page table
+    req_slot = torch.randperm(places)[: len(rows)]
+    all_pages = torch.randperm(places * (pages + 1)).view(places, pages + 1).int()
+    table = all_pages[req_slot, :pages]
+    slots = (places * (pages + 1) * size, shape.kv_heads, shape.dim)
     k_cache = torch.full(slots, float("nan"), dtype=shape.cache_dtype or shape.dtype)
     v_cache = k_cache.clone()
     for row, (q_len, seq_len) in enumerate(rows):
@@ -69,22 +75,30 @@ def make_case(device: torch.device, shape: Shape, rows: list[tuple[int, int]]) -
         v_cache[used] = torch.randn(len(seen), *slots[1:]).to(k_cache.dtype)
         table[row, : first // size] = random.choice([-(2**31), 2**31 - 1])
         table[row, -(-seq_len // size) :] = random.choice([-(2**31), 2**31 - 1])
-    fused = torch.randn(sum(q_lens), shape.q_heads + 2, shape.dim).to(shape.dtype).to(device)
+    tokens = sum(q_lens) + padding
+    fused = torch.randn(tokens, shape.q_heads + 2, shape.dim).to(shape.dtype).to(device)
     q = fused[:, 1:-1]
-    cu_seqlens_q = torch.tensor([0, *q_lens]).cumsum(0).int().to(device)
+    is_empty = torch.tensor(q_lens) == 0
     meta = AttentionMeta(
-        cu_seqlens_q, torch.tensor(seq_lens).int().to(device), table.to(device), size,
-        max(q_lens), max(seq_lens) + random.randint(0, 99),
-    )  # fmt: skip
+        torch.tensor([0, *q_lens]).cumsum(0).int().to(device),
+        torch.tensor(seq_lens).int().masked_fill(is_empty, 2**31 - 1).to(device),
+        req_slot.masked_fill(is_empty, 2**62).to(device),
+        all_pages.index_copy(0, req_slot, torch.cat([table, table[:, :1]], 1))[:, :pages].to(
+            device
+        ),
+        size,
+        max(q_lens),
+        max(seq_lens) + random.randint(0, 99),
+    )
     scale = random.uniform(0.5, 2) * shape.dim**-0.5
     sinks = torch.randn(shape.q_heads) * 2 if shape.sinks else None
     want = reference_sampling.paged_attention(
-        q.cpu(), k_cache, v_cache, q_lens, seq_lens, table, size, scale, shape.window,
-        sinks, shape.softcap,
+        q[: sum(q_lens)].cpu(), k_cache, v_cache, q_lens, seq_lens, table, size, scale,
+        shape.window, sinks, shape.softcap,
     )  # fmt: skip
     on_device = None if sinks is None else sinks.to(device)
     arguments = (
-        q, k_cache.to(device), v_cache.to(device), meta, scale, shape.window, on_device,
+        q, k_cache.to(device), v_cache.to(device), meta, scale, shape.window, None, on_device,
         shape.softcap,
     )  # fmt: skip
     return Case(arguments, want)
@@ -150,16 +164,41 @@ def test_attention_any_number_of_splits(
 ) -> None:
     case = make_case(gpu_device, Shape(sinks=sinks, window=window), [(1, 300), (1, 2), (1, 129)])
     out = torch.empty(case.arguments[0].shape, device=gpu_device)
+    q, k_cache, v_cache, meta, scale, window, _, *extras = case.arguments
     attend: Callable[..., None] = decode_attention.decode_attention
-    attend(*case.arguments, out, splits)
+    attend(q, k_cache, v_cache, meta, scale, window, *extras, out, splits)
     case.check(out)
 
 
-@pytest.mark.parametrize("rows", [[(1, 5), (0, 1), (0, 0)], [(0, 0), (7, 30), (0, 1), (1, 2)]])
-def test_attention_empty_rows_of_a_padded_batch(
+EMPTY = [
+    [(0, 9), (1, 70), (1, 3)],
+    [(1, 70), (0, 1), (0, 90), (1, 3)],
+    [(1, 70), (1, 3), (0, 5)],
+    [(0, 1), (19, 30), (0, 0), (1, 40), (0, 7), (5, 5), (0, 2)],
+]
+
+
+@pytest.mark.parametrize("padding", [0, 130])
+@pytest.mark.parametrize("rows", EMPTY, ids=["first", "middle", "last", "everywhere"])
+def test_attention_empty_rows_and_padded_tokens(
+    gpu_device: torch.device, rows: list[tuple[int, int]], padding: int
+) -> None:
+    case = make_case(gpu_device, Shape(), rows, padding)
+    case.check(paged_attention.paged_attention(*case.arguments))
+
+
+@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_attention_writes_into_a_given_output(
     gpu_device: torch.device, rows: list[tuple[int, int]]
 ) -> None:
-    check(gpu_device, Shape(), rows)
+    case = make_case(gpu_device, Shape(), rows, padding=3)
+    buffer = torch.full((len(case.want) + 8, 6, 32), float("nan"), device=gpu_device)
+    q, k_cache, v_cache, meta, scale, window, *_ = case.arguments
+    given = buffer[2:-3]
+    out = paged_attention.paged_attention(q, k_cache, v_cache, meta, scale, window, given)
+    case.check(out)
+    assert out is given
+    assert buffer[:2].isnan().all() and buffer[-3:].isnan().all()
 
 
 def test_attention_a_padded_row_sees_the_scratch_page_only(gpu_device: torch.device) -> None:
@@ -182,7 +221,7 @@ def test_attention_survives_large_scores(gpu_device: torch.device) -> None:
 def test_attention_bad_number_in_a_key_shows(gpu_device: torch.device) -> None:
     case = make_case(gpu_device, Shape(), [(1, 40), (1, 40)])
     _, k_cache, _, meta, *_ = case.arguments
-    k_cache[int(meta.page_table[1, 1]) * 16 + 3] = float("nan")
+    k_cache[int(meta.page_table[meta.req_slot[1], 1]) * 16 + 3] = float("nan")
     out = paged_attention.paged_attention(*case.arguments)
     assert out[0].isfinite().all()
     assert out[1].isnan().all()

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from treadle.graphs import sampler
-from treadle.kernels import activation, gpu, kv_store, paged_attention, rmsnorm, rope
+from treadle.kernels import activation, gpu, kv_store, paged_attention, rmsnorm, rope, sampling
 
 pytest.importorskip("triton")
 
@@ -30,7 +29,7 @@ CASES: list[tuple[Callable[..., Any], ModuleType, str, int]] = [
     (activation.gelu_tanh_and_mul, gpu_activation, "gelu_tanh_and_mul", 1),
     (kv_store.store_kv, gpu_kv_store, "store_kv", 5),
     (paged_attention.paged_attention, gpu_attention, "paged_attention", 5),
-    (sampler.sample, gpu_sampling, "sample", 4),
+    (sampling.sample, gpu_sampling, "sample", 4),
 ]
 
 

@@ -49,15 +49,16 @@ def test_rms_norm_heads_of_a_fused_projection(
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 576), (37, 48), (2, 3, 40)])
-def test_add_rms_norm_returns_the_sum_too(
+def test_add_rms_norm_adds_to_the_residual(
     gpu_device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.randn(shape[-1]).to(dtype)
-    normed, new_residual = norm.add_rms_norm(
-        x.to(gpu_device), residual.to(gpu_device), weight.to(gpu_device), 1e-5
-    )
-    assert torch.equal(new_residual.cpu(), x + residual)
+    stream = torch.cat([residual, residual]).to(gpu_device)
+    changed = stream[: len(residual)]
+    normed = norm.add_rms_norm(x.to(gpu_device), changed, weight.to(gpu_device), 1e-5)
+    assert torch.equal(changed.cpu(), x + residual)
+    assert torch.equal(stream[len(residual) :].cpu(), residual)
     want = reference.rms_norm(x + residual, weight, 1e-5)
     torch.testing.assert_close(
         normed.cpu().double(), want, rtol=TOLERANCE[dtype], atol=SMALLEST[dtype]
@@ -92,6 +93,19 @@ def test_rope_rotates_views_of_a_fused_projection(
         rtol = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
         torch.testing.assert_close(out.cpu().double(), want, rtol=rtol, atol=3e-6)
         assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
+
+
+def test_rope_writes_into_given_outputs(gpu_device: torch.device) -> None:
+    q, k = torch.randn(4, 6, 80, device=gpu_device), torch.randn(4, 2, 80, device=gpu_device)
+    positions = torch.randint(9, (4,), device=gpu_device)
+    turns = torch.rand(9, 16, device=gpu_device)
+    cos_sin = torch.cat([turns.cos(), turns.sin()], dim=-1)
+    want = rope.apply_rope(q, k, positions, cos_sin, False)
+    buffers = [torch.full((6, *x.shape[1:]), float("nan"), device=gpu_device) for x in (q, k)]
+    got = rope.apply_rope(q, k, positions, cos_sin, False, *[buffer[1:5] for buffer in buffers])
+    for buffer, out, expected in zip(buffers, got, want, strict=True):
+        assert out.data_ptr() == buffer[1:].data_ptr() and torch.equal(out, expected)
+        assert buffer[0].isnan().all() and buffer[5].isnan().all()
 
 
 @DTYPES

@@ -45,9 +45,8 @@ def use_build(
     library = ctypes.CDLL(str(library_path(build)))
 
     def use(module: ModuleType, name: str) -> None:
-        function = library[f"treadle_{name}"]
-        function.argtypes = getattr(module, f"_{name}").argtypes
-        function.restype = None
+        argtypes = getattr(module, f"_{name}").argtypes
+        function = host.Function(library, f"treadle_{name}", argtypes)
         monkeypatch.setattr(module, f"_{name}", function)
 
     return use
@@ -91,6 +90,7 @@ def test_every_build_attends(
     meta = AttentionMeta(
         torch.tensor([0, 1, 21, 22]).int(),
         torch.tensor([128, 50, 7]).int(),
+        torch.tensor([2, 0, 1]),
         torch.randperm(128).view(4, 32)[:3].int(),
         4,
         20,

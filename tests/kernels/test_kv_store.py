@@ -30,6 +30,23 @@ def test_store_kv_writes_only_its_slots(
     assert torch.equal(v_cache, want_v)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_store_kv_replays_into_other_slots(played: Callable[..., Any], dtype: torch.dtype) -> None:
+    fused = torch.randn(6, 5, 16).to(dtype)
+    k, v = fused[:, 1:3], fused[:, 3:]
+    k_cache, v_cache = torch.randn(2, 40, 2, 16).to(dtype)
+    slots = torch.zeros(6, dtype=torch.int64)
+    before = (k_cache.clone(), v_cache.clone())
+
+    def change() -> None:
+        fused.copy_(torch.randn(fused.shape))
+        slots.copy_(torch.randperm(40)[:6])
+
+    played(lambda: kv_store.store_kv(k, v, k_cache, v_cache, slots), change)
+    assert torch.equal(k_cache, reference.store_kv(k, before[0], slots))
+    assert torch.equal(v_cache, reference.store_kv(v, before[1], slots))
+
+
 def test_store_kv_converts_to_the_cache_dtype() -> None:
     k, v = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
     k_cache = torch.zeros(9, 2, 16, dtype=torch.bfloat16)

@@ -52,18 +52,56 @@ def test_rms_norm_epsilon_rules_small_rows(implementation: Implementation) -> No
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(1, 576), (16, 576), (200, 576), (2, 3, 40)])
-def test_add_rms_norm_returns_the_sum_too(
+def test_add_rms_norm_adds_to_the_residual(
     implementation: Implementation, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> None:
     x, residual = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
     weight = torch.randn(shape[-1]).to(dtype)
-    before = residual.clone()
-    add_rms_norm = implementation(rmsnorm, "add_rms_norm")
-    normed, new_residual = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(new_residual, x + residual)
-    assert torch.equal(residual, before)
-    want = reference.rms_norm(new_residual, weight, 1e-5)
+    before, total = x.clone(), x + residual
+    normed = implementation(rmsnorm, "add_rms_norm")(x, residual, weight, 1e-5)
+    assert normed.dtype is dtype
+    assert torch.equal(residual, total)
+    assert torch.equal(x, before)
+    want = reference.rms_norm(total, weight, 1e-5)
     torch.testing.assert_close(normed.double(), want, rtol=TOLERANCE[dtype], atol=1e-30)
+
+
+@DTYPES
+def test_add_rms_norm_changes_only_its_rows(
+    implementation: Implementation, dtype: torch.dtype
+) -> None:
+    stream, weight = torch.randn(9, 48).to(dtype), torch.randn(48).to(dtype)
+    before, x = stream.clone(), torch.randn(4, 48).to(dtype)
+    implementation(rmsnorm, "add_rms_norm")(x, stream[2:6], weight, 1e-5)
+    assert torch.equal(stream[2:6], before[2:6] + x)
+    assert torch.equal(stream[:2], before[:2]) and torch.equal(stream[6:], before[6:])
+
+
+@DTYPES
+def test_norms_replay_with_other_numbers(played: Callable[..., Any], dtype: torch.dtype) -> None:
+    fused, weight = torch.randn(9, 7 * 80).to(dtype), torch.randn(80).to(dtype)
+    heads, rows = fused[:, 80:240].view(9, 2, 80), fused[:, 240:320]
+    x, residual = torch.randn(2, 9, 80).to(dtype)
+    fresh = torch.randn(2, 9, 80).to(dtype)
+
+    def norms() -> list[torch.Tensor]:
+        return [
+            rmsnorm.rms_norm(heads, weight, 1e-5),
+            rmsnorm.rms_norm(rows, weight, 1e-5),
+            rmsnorm.add_rms_norm(x, residual, weight, 1e-5),
+        ]
+
+    def change() -> None:
+        fused.copy_(torch.randn(fused.shape))
+        x.copy_(fresh[0])
+        residual.copy_(fresh[1])
+
+    got = played(norms, change)
+    total = residual.clone()
+    residual.copy_(fresh[1])
+    want = norms()
+    assert torch.equal(residual, total)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @DTYPES

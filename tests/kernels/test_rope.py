@@ -54,10 +54,51 @@ def test_rope_rotates_views_of_a_fused_projection(
         assert torch.equal(out[..., rotary_dim:], x[..., rotary_dim:])
 
 
-def test_rope_takes_int32_positions(implementation: Implementation) -> None:
-    q, k, cos_sin = torch.randn(4, 2, 32), torch.randn(4, 2, 32), angles(9, 32)
-    positions = torch.tensor([8, 0, 3, 3])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rope_writes_into_given_outputs(
+    implementation: Implementation, dtype: torch.dtype, interleaved: bool
+) -> None:
+    q, k = torch.randn(4, 6, 80).to(dtype), torch.randn(4, 2, 80).to(dtype)
+    positions, cos_sin = torch.randint(9, (4,)), angles(9, 32)
     apply_rope = implementation(rope, "apply_rope")
-    narrow = apply_rope(q, k, positions.int(), cos_sin, False)
-    wide = apply_rope(q, k, positions, cos_sin, False)
-    assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
+    want_q, want_k = apply_rope(q, k, positions, cos_sin, interleaved)
+    q_out, k_out = torch.empty(6, 6, 80, dtype=dtype), torch.empty(6, 2, 80, dtype=dtype)
+    outs = (q_out[1:5], k_out[1:5])
+    got = apply_rope(q, k, positions, cos_sin, interleaved, *outs)
+    assert got[0] is outs[0] and got[1] is outs[1]
+    assert torch.equal(q_out[1:5], want_q) and torch.equal(k_out[1:5], want_k)
+    for out in (q_out, k_out):
+        assert out[0].isnan().all() and out[5].isnan().all()
+    only_k = apply_rope(q, k, positions, cos_sin, interleaved, k_out=k_out[1:5])
+    assert torch.equal(only_k[0], want_q)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_rope_replays_at_other_positions(
+    played: Callable[..., Any], dtype: torch.dtype, is_given: bool
+) -> None:
+    fused, positions = torch.randn(5, 10, 64).to(dtype), torch.zeros(5, dtype=torch.int64)
+    q, k, cos_sin = fused[:, 1:7], fused[:, 7:9], angles(50, 64)
+    outs = (torch.empty(5, 6, 64, dtype=dtype), torch.empty(5, 2, 64, dtype=dtype))
+
+    def change() -> None:
+        fused.copy_(torch.randn(fused.shape))
+        positions.random_(50)
+
+    got = played(
+        lambda: rope.apply_rope(q, k, positions, cos_sin, False, *(outs if is_given else ())),
+        change,
+    )
+    want = rope.apply_rope(q, k, positions, cos_sin, False)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("positions", [torch.tensor([1, 2]).int(), torch.tensor([1, 0, 2])[::2]])
+def test_rope_compiled_refuses_positions_that_it_cannot_read(
+    played: Callable[..., Any], positions: torch.Tensor
+) -> None:
+    q = torch.randn(2, 3, 32)
+    with pytest.raises(AssertionError):
+        rope.apply_rope(q, q, positions, angles(9, 32), False)

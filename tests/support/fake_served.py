@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +101,10 @@ class FakeEngine:
     num_retractions: int = 0  # of every request, from its second token on
     max_queued: int | None = None
     flush_timeouts: list[float] = field(default_factory=list)
+    memory_calls: list[tuple[str, Collection[str] | None]] = field(default_factory=list)
+    memory_error: Exception | None = None  # raised by every release and resume
+    released_memory: Sequence[str] = ()
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
     num_encoding: int = 0
     is_ready: bool = True
     healthy: bool = True
@@ -249,6 +253,17 @@ class FakeEngine:
         except TimeoutError:
             raise NotIdle(f"{self.num_running} requests run") from None
         return 7
+
+    async def release_memory_occupation(self, tags: Collection[str] | None = None) -> None:
+        self._note_memory_call("release", tags)
+
+    async def resume_memory_occupation(self, tags: Collection[str] | None = None) -> None:
+        self._note_memory_call("resume", tags)
+
+    def _note_memory_call(self, name: str, tags: Collection[str] | None) -> None:
+        self.memory_calls.append((name, tags))
+        if self.memory_error is not None:
+            raise self.memory_error
 
 
 def reply(prompt_ids: Sequence[int], index: int) -> list[str]:

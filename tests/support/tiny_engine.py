@@ -9,8 +9,9 @@ from fake_engine import ByteTokenizer
 
 from treadle.engine.config import EngineConfig
 from treadle.engine.info import EngineInfo, Parts
+from treadle.graphs.arena import HostArena
+from treadle.graphs.assemble import ExecutorOptions, build_executor
 from treadle.graphs.device import HostDevice
-from treadle.graphs.executor import DeviceExecutor
 from treadle.graphs.kv_memory import KvMemory, KvShape
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.parameters import parameter_shapes
@@ -36,33 +37,43 @@ def tiny_decoder(seed: int = 0) -> Decoder:
     return decoder
 
 
-class RecordingRunner(Runner):
+class Recorder:
     """Keeps the logits of every step, by the number of tokens that each row had."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, runner: Runner) -> None:
         self.logits: list[tuple[int, torch.Tensor]] = []
+        self._runner = runner
+        self._forward = runner.forward
+        runner.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, step: Step) -> Forwarded:
-        forwarded = super().forward(step)
-        lengths = self._length[forwarded.slots].tolist()
-        self.logits += list(zip(lengths, forwarded.logits.clone(), strict=True))
+        forwarded = self._forward(step)
+        rows = forwarded.sampling_rows
+        lengths = step.plan.max_len[rows].tolist()
+        self.logits += list(
+            zip(lengths, forwarded.outputs.logits[: len(rows)].clone(), strict=True)
+        )
         return forwarded
 
 
 def tiny_parts(
-    decoder: Decoder, *, page_size: int = 4, tokens: int = 2048, depth: int = 2, **flags: Any
-) -> tuple[Parts, RecordingRunner]:
-    """An engine's parts, and the runner that records its logits."""
+    decoder: Decoder,
+    *,
+    page_size: int = 4,
+    tokens: int = 2048,
+    options: ExecutorOptions = ExecutorOptions(),  # noqa: B008
+    **flags: Any,
+) -> tuple[Parts, Recorder]:
+    """An engine's parts, and what records the logits of its steps."""
     group = KvGroup("full", page_size, tokens // page_size, 1)
     capacity = Capacity((group,), 16, SPEC.max_position, VOCAB)
-    device = HostDevice()
+    device, arena = HostDevice(), HostArena()
     shape = KvShape(SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, torch.float32)
-    memory = KvMemory(shape, group, capacity, device.torch_device)
+    memory = KvMemory(shape, group, capacity, arena)
     for k, v in memory.layers:
         k.fill_(torch.nan)
         v.fill_(torch.nan)
-    runner = RecordingRunner(decoder, memory, capacity, device, depth)
+    memory.clear_scratch()
     info = EngineInfo(
         served_model_name="tiny", model_path="tiny", tokenizer_path="tiny", architectures=(),
         model_type="llama", max_model_len=SPEC.max_position, vocab_size=VOCAB, created=1,
@@ -70,5 +81,6 @@ def tiny_parts(
     )  # fmt: skip
     config = EngineConfig.from_flags(flags)
     chunk = config.schedule.chunked_prefill_size or 512
-    executor = DeviceExecutor(runner, device, depth)
-    return Parts(executor, ByteTokenizer(), info, 16, chunk, config), runner
+    executor = build_executor(decoder, memory, capacity, device, arena, options)
+    parts = Parts(executor, ByteTokenizer(), info, 16, chunk, config)
+    return parts, Recorder(executor.runner)

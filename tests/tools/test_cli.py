@@ -10,7 +10,7 @@ from treadle.tools import cli
 
 
 def flags(*arguments: str) -> dict[str, Any]:
-    options = cli._parser().parse_args(["serve", *arguments])
+    options = cli._parser().parse_args(["serve", *map(cli._dashes, arguments)])
     return cli.engine_flags(options)
 
 
@@ -33,11 +33,33 @@ def test_without_flags_every_setting_has_its_default() -> None:
             ["--radix-eviction-policy-config", '{"protected_threshold": 3}'],
             {"radix_eviction_policy_config": {"protected_threshold": 3}},
         ),
-        (["some/model", "--seed", "3"], {"model_path": "some/model", "random_seed": 3}),
+        (["some/model", "--seed", "3"], {"model_path": "some/model", "seed": 3}),
+        (["--model", "some/model"], {"model": "some/model"}),
+        (["--cuda-graph-max-bs", "64"], {"cuda_graph_max_bs": 64}),
+        (["--cuda_graph_max_bs_decode=64"], {"cuda_graph_max_bs_decode": 64}),
+        (["--cuda-graph-bs", "1", "2", "4"], {"cuda_graph_bs": [1, 2, 4]}),
+        (["--cuda_graph_bs", "1,2", "4"], {"cuda_graph_bs": [1, 2, 4]}),
+        (["--cuda-graph-bs=1,2, 4"], {"cuda_graph_bs": [1, 2, 4]}),
+        (["--cuda-graph-bs-decode", "8"], {"cuda_graph_bs_decode": [8]}),
+        (["--piecewise-cuda-graph-max-tokens", "2k"], {"piecewise_cuda_graph_max_tokens": 2000}),
+        (["--cuda-graph-max-bs-prefill", "2048"], {"cuda_graph_max_bs_prefill": 2048}),
+        (["--cuda-graph-bs-prefill", "64", "512"], {"cuda_graph_bs_prefill": [64, 512]}),
+        (["--piecewise-cuda-graph-tokens", "64"], {"piecewise_cuda_graph_tokens": [64]}),
+        (["--disable-prefill-cuda-graph"], {"disable_prefill_cuda_graph": True}),
+        (["--disable_cuda_graph"], {"disable_cuda_graph": True}),
+        (["--cuda-graph-backend-decode", "full"], {"cuda_graph_backend_decode": "full"}),
+        (
+            ["--cuda-graph-config", '{"decode": {"bs": [1]}}'],
+            {"cuda_graph_config": {"decode": {"bs": [1]}}},
+        ),
+        (["--graph-capture-budget-ms", "2.5"], {"graph_capture_budget_ms": 2.5}),
+        (["--attention-backend", "triton"], {"attention_backend": "triton"}),
     ],
 )
 def test_flags_become_settings(arguments: list[str], expected: dict[str, Any]) -> None:
-    assert flags(*arguments) == EngineConfig().values() | expected
+    given = flags(*arguments)
+    assert given == EngineConfig().values() | expected
+    assert EngineConfig().replace(given) == EngineConfig().replace(expected)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "3", "{"])
@@ -52,6 +74,11 @@ def test_json_flags_take_objects_only(text: str) -> None:
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static must be"),
         (["--max_queued_requests=0"], "--max-queued-requests must be"),
         (["--radix-eviction-policy-config", '{"x": 1}'], "--radix-eviction-policy-config"),
+        (["--cuda-graph-bs", "0,1"], "--cuda-graph-bs must be a list of integers of at least 1"),
+        (["--cuda-graph-bs", "4", "--cuda-graph-bs-decode", "8"], "are one setting"),
+        (["--cuda-graph-bs", "4", "--cuda-graph-max-bs", "2"], "--cuda-graph-max-bs 2 is below 4"),
+        (["--cuda-graph-backend-prefill", "full"], "breakable"),
+        (["--cuda-graph-config", '{"prefil": {}}'], "--cuda-graph-config may hold decode, prefill"),
     ],
 )
 def test_illegal_values_end_with_the_flags_name(

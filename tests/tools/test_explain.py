@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.engine.config import EngineConfig, flag
+from treadle.engine.config import EngineConfig
+from treadle.engine.settings import flag
 from treadle.tools import compose
 from treadle.tools.cli import main
 from treadle.tools.tiny_model import make_folder
@@ -24,7 +25,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(compose, "load_decoder", refuse)
+    monkeypatch.setattr(compose, "load_model", refuse)
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
@@ -32,12 +33,13 @@ def test_explain_names_every_setting_once_with_value_and_reason(
     folder: Path, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [command, str(folder), "--explain", "--page-size", "16", "--schedule_policy=lpm",
-                 "--disable-radix-cache"]  # fmt: skip
+                 "--disable-radix-cache", "--cuda-graph-bs", "4,1", "9",
+                 "--graph-capture-budget-ms", "20"]  # fmt: skip
     assert main(arguments) == 0
     table, _, memory = capsys.readouterr().out.partition("\n\n")
     rows = {}
     for line in table.splitlines():
-        name, value, why = re.split(r"\s{2,}|(?<=\S)\s+(?=\S)", line, maxsplit=2)
+        name, value, why = re.split(r"\s{2,}", line, maxsplit=2)
         assert name not in rows and value and why
         rows[name] = (value, why)
     assert set(rows) == {flag(name) for name in EngineConfig().values()}
@@ -48,6 +50,12 @@ def test_explain_names_every_setting_once_with_value_and_reason(
     assert rows["--max-prefill-tokens"] == ("16384", "default")
     assert rows["--max-queued-requests"] == ("none", "default")
     assert rows["--dtype"] == ("float32", "the checkpoint's own")
+    assert rows["--cuda-graph-bs"] == ("1, 4, 9", "given")
+    assert rows["--cuda-graph-max-bs"] == ("9", "given")
+    assert rows["--piecewise-cuda-graph-max-tokens"] == ("512", "tokens of a usual step")
+    assert rows["--piecewise-cuda-graph-tokens"] == ("4, 8, 12, ... 512 (30 sizes)", "SGLang's")
+    assert rows["--cuda-graph-backend-prefill"][0] == "breakable"
+    assert rows["--graph-capture-budget-ms"] == ("20.0", "given")
     total, *terms = map(float, re.findall(r"(-?[\d.]+) GB", memory.splitlines()[0]))
     assert len(terms) == 5 and total == pytest.approx(sum(terms), abs=1e-9)
     pool = int(rows["--max-total-tokens"][0])

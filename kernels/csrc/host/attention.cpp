@@ -37,7 +37,9 @@ template <class T>
 struct Tensors {
   const T *q, *k_cache, *v_cache;
   T* out;
-  const int32_t *cu_seqlens_q, *seq_lens, *page_table;
+  const int32_t *cu_seqlens_q, *seq_lens;
+  const int64_t* req_slot;
+  const int32_t* page_table;
 };
 
 struct Tile {
@@ -200,7 +202,7 @@ void attend(const Shape& shape, const Tensors<T>& tensors, const Tile& tile, int
   std::fill_n(result.maximum, rows, kLowest);
   std::fill_n(result.total, rows * kLanes, 0.0f);
   std::fill_n(result.values, rows * dim, 0.0f);
-  const int32_t* pages = tensors.page_table + tile.row * shape.table_stride;
+  const int32_t* pages = tensors.page_table + tensors.req_slot[tile.row] * shape.table_stride;
   Block<T> block{tensors.k_cache, tensors.v_cache, {}, {}, 0};
   const auto find_next = [&](int64_t first) {
     const int64_t count = std::min(kBlockKeys, keys.end - first);
@@ -323,12 +325,13 @@ void paged_attention(const Shape& shape, const Tensors<T>& tensors) {
 }  // namespace treadle
 
 // q, out: [tokens, q_heads, dim], out contiguous; caches: [slots, kv_heads, dim], contiguous.
-// Row r: queries cu_seqlens_q[r] to cu_seqlens_q[r + 1], seq_lens[r] cached tokens, pages
-// page_table[r * table_stride ...]. dim is a multiple of 16, at most 256. A query sees `window`
+// Row r: queries cu_seqlens_q[r] to cu_seqlens_q[r + 1], or none; seq_lens[r] cached tokens, pages
+// page_table[req_slot[r] * table_stride ...]. Other tokens' out stays as it is. dim is a multiple of 16, at most 256. A query sees `window`
 // keys. kind: 0 for fp32, 1 for bf16. Strides count elements.
 TREADLE_EXPORT void treadle_paged_attention(int kind, const void* q, const void* k_cache,
                                         const void* v_cache, void* out,
                                         const int32_t* cu_seqlens_q, const int32_t* seq_lens,
+                                        const int64_t* req_slot,
                                         const int32_t* page_table, int64_t rows, int64_t q_heads,
                                         int64_t kv_heads, int64_t dim, int64_t page_size,
                                         int64_t table_stride, int64_t q_stride, int64_t window,
@@ -339,7 +342,8 @@ TREADLE_EXPORT void treadle_paged_attention(int kind, const void* q, const void*
     treadle::paged_attention<T>(
         shape, {static_cast<const T*>(q), static_cast<const T*>(k_cache),
                 static_cast<const T*>(v_cache), static_cast<T*>(out), cu_seqlens_q, seq_lens,
-                page_table});
+                req_slot, page_table});
   };
   kind == 0 ? run(float{}) : run(treadle::Bf16{});
 }
+TREADLE_RECORDABLE(treadle_paged_attention)

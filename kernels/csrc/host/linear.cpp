@@ -120,3 +120,4 @@ TREADLE_EXPORT void treadle_linear(int kind, const void* x, const void* weight, 
   };
   kind == 0 ? run(float{}) : run(treadle::Bf16{});
 }
+TREADLE_RECORDABLE(treadle_linear)

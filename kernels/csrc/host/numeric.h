@@ -5,11 +5,39 @@
 #pragma once
 
 #include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #define TREADLE_EXPORT extern "C" __attribute__((visibility("default")))
 
+// Beside each kernel the same with its arguments as 64-bit words, which a recorded tape calls.
+#define TREADLE_RECORDABLE(kernel)                               \
+  TREADLE_EXPORT void kernel##_words(const int64_t* words) {     \
+    treadle::call_with(kernel, words);                           \
+  }
+
 namespace treadle {
+
+template <class T>
+T from_word(int64_t word) {
+  if constexpr (std::is_pointer_v<T>) {
+    return reinterpret_cast<T>(word);
+  } else if constexpr (std::is_same_v<T, float>) {
+    return std::bit_cast<float>(static_cast<int32_t>(word));
+  } else {
+    return static_cast<T>(word);
+  }
+}
+
+template <class... Arguments>
+void call_with(void (*kernel)(Arguments...), const int64_t* words) {
+  const auto call = [&]<std::size_t... I>(std::index_sequence<I...>) {
+    kernel(from_word<Arguments>(words[I])...);
+  };
+  call(std::index_sequence_for<Arguments...>{});
+}
 
 struct Bf16 {
   uint16_t bits;

@@ -38,13 +38,15 @@ void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t heads
 }
 
 template <class T>
-void add_rms_norm(const T* x, const T* residual, const T* weight, T* out, T* sum, int64_t tokens,
-                  int64_t dim, float eps) {
+void add_rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t dim,
+                  float eps) {
 #pragma omp parallel for if (tokens * dim > kParallelElements)
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t row = t * dim;
-    for (int64_t d = row; d < row + dim; ++d) sum[d] = narrow<T>(widen(x[d]) + widen(residual[d]));
-    normalize(sum + row, weight, out + row, dim, eps);
+    for (int64_t d = row; d < row + dim; ++d) {
+      residual[d] = narrow<T>(widen(x[d]) + widen(residual[d]));
+    }
+    normalize(residual + row, weight, out + row, dim, eps);
   }
 }
 
@@ -86,15 +88,22 @@ void rope(const T* q, const T* k, const int64_t* positions, const float* cos_sin
   }
 }
 
-template <class T>
-void silu_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size) {
+float silu(float x) { return x / (1.0f + fast_exp(-x)); }
+
+// (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)), with z = sqrt(2 / pi) (x + 0.044715 x^3).
+float gelu_tanh(float x) {
+  return x / (1.0f + fast_exp(-1.59576912f * (x + 0.044715f * x * x * x)));
+}
+
+// The activated gate is rounded to T before the product, as torch's own operators do.
+template <float (*activate)(float), class T>
+void gate_and_mul(const T* gate_up, T* out, int64_t tokens, int64_t size, int64_t stride) {
 #pragma omp parallel for if (tokens * size > kParallelElements)
   for (int64_t t = 0; t < tokens; ++t) {
-    const T* gate = gate_up + t * 2 * size;
+    const T* gate = gate_up + t * stride;
     const T* up = gate + size;
     for (int64_t i = 0; i < size; ++i) {
-      const float g = widen(gate[i]);
-      out[t * size + i] = narrow<T>(round_to<T>(g / (1.0f + fast_exp(-g))) * widen(up[i]));
+      out[t * size + i] = narrow<T>(round_to<T>(activate(widen(gate[i]))) * widen(up[i]));
     }
   }
 }
@@ -135,17 +144,18 @@ TREADLE_EXPORT void treadle_rms_norm(int kind, const void* x, const void* weight
   };
   kind == 0 ? run(float{}) : run(Bf16{});
 }
+TREADLE_RECORDABLE(treadle_rms_norm)
 
-// All [tokens, dim], contiguous; sum = x + residual, y = norm(sum).
-TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, const void* residual,
-                                         const void* weight, void* y, void* sum, int64_t tokens,
-                                         int64_t dim, float eps) {
+// All [tokens, dim], contiguous; residual += x, y = norm(residual).
+TREADLE_EXPORT void treadle_add_rms_norm(int kind, const void* x, void* residual,
+                                         const void* weight, void* y, int64_t tokens, int64_t dim,
+                                         float eps) {
   const auto run = [&]<class T>(T) {
-    treadle::add_rms_norm(in<T>(x), in<T>(residual), in<T>(weight), out<T>(y), out<T>(sum), tokens,
-                          dim, eps);
+    treadle::add_rms_norm(in<T>(x), out<T>(residual), in<T>(weight), out<T>(y), tokens, dim, eps);
   };
   kind == 0 ? run(float{}) : run(Bf16{});
 }
+TREADLE_RECORDABLE(treadle_add_rms_norm)
 
 // q: [tokens, q_heads, dim], k: [tokens, kv_heads, dim]; strides between tokens, outputs dense.
 TREADLE_EXPORT void treadle_rope(int kind, const void* q, const void* k, const int64_t* positions,
@@ -159,15 +169,27 @@ TREADLE_EXPORT void treadle_rope(int kind, const void* q, const void* k, const i
   };
   kind == 0 ? run(float{}) : run(Bf16{});
 }
+TREADLE_RECORDABLE(treadle_rope)
 
-// gate_up: [tokens, 2 size], y: [tokens, size], contiguous.
+// gate_up: [tokens, 2 size] with a stride between tokens, y: [tokens, size], contiguous.
 TREADLE_EXPORT void treadle_silu_and_mul(int kind, const void* gate_up, void* y, int64_t tokens,
-                                         int64_t size) {
+                                         int64_t size, int64_t stride) {
   const auto run = [&]<class T>(T) {
-    treadle::silu_and_mul(in<T>(gate_up), out<T>(y), tokens, size);
+    treadle::gate_and_mul<treadle::silu>(in<T>(gate_up), out<T>(y), tokens, size, stride);
   };
   kind == 0 ? run(float{}) : run(Bf16{});
 }
+TREADLE_RECORDABLE(treadle_silu_and_mul)
+
+// As treadle_silu_and_mul, with the tanh approximation of gelu.
+TREADLE_EXPORT void treadle_gelu_tanh_and_mul(int kind, const void* gate_up, void* y,
+                                              int64_t tokens, int64_t size, int64_t stride) {
+  const auto run = [&]<class T>(T) {
+    treadle::gate_and_mul<treadle::gelu_tanh>(in<T>(gate_up), out<T>(y), tokens, size, stride);
+  };
+  kind == 0 ? run(float{}) : run(Bf16{});
+}
+TREADLE_RECORDABLE(treadle_gelu_tanh_and_mul)
 
 // k, v: [tokens, row]; caches: [slots, row]; all sizes and strides in bytes.
 TREADLE_EXPORT void treadle_store_kv(const void* k, const void* v, void* k_cache, void* v_cache,
@@ -176,3 +198,4 @@ TREADLE_EXPORT void treadle_store_kv(const void* k, const void* v, void* k_cache
   treadle::store_kv(in<char>(k), in<char>(v), out<char>(k_cache), out<char>(v_cache), slots,
                     tokens, row_bytes, k_stride, v_stride);
 }
+TREADLE_RECORDABLE(treadle_store_kv)
