@@ -16,7 +16,7 @@ TESTING := .venv/.testing
 CHECK := check
 endif
 
-.PHONY: serve test test-all check bench kernels clean help
+.PHONY: serve test test-all check bench kernels gpu-check clean help
 
 help:
 	@echo "make serve [ARGS=...]  set up and serve the embedded model"
@@ -24,6 +24,7 @@ help:
 	@echo "make test-all          the slow tests too"
 	@echo "make check             ruff, mypy, import-linter"
 	@echo "make bench             speed beside transformers, in one run"
+	@echo "make gpu-check         correctness and speed on a GPU, in eight minutes; docs/gpu.md"
 	@echo "make kernels           what Triton's kernels take of a GPU, into docs/kernels.md"
 
 serve: $(RUNTIME)
@@ -46,6 +47,9 @@ bench: $(TESTING)
 
 kernels: $(TESTING)
 	TRITON_INTERPRET=0 $(PY) -m treadle.tools.kernel_report $(ARGS)
+
+gpu-check: $(TESTING)
+	@$(PY) -m treadle.perf.gpu_check $(ARGS)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("Treadle needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +27,9 @@ Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, Any] | None
 
 
-def _compose(config: EngineConfig) -> Parts:
+def _compose(config: EngineConfig, since: float) -> Parts:
     """In a thread: what composes an engine imports torch, which takes a second."""
-    parts: Parts = importlib.import_module("treadle.tools.compose").compose(config)
+    parts: Parts = importlib.import_module("treadle.tools.compose").compose(config, since)
     return parts
 
 
@@ -49,8 +50,9 @@ class Engine(EngineCore):
         Without a model_path it is the embedded model.
         Raises: ConfigError, ModelError.
         """
+        since = time.perf_counter()
         chosen = EngineConfig.from_flags(flags) if config is None else config
-        parts = await asyncio.to_thread(_compose, chosen)
+        parts = await asyncio.to_thread(_compose, chosen, since)
         report_interpreter()
         return cls(parts)
 

@@ -28,6 +28,7 @@ class KvPages:
         """cache: needs exactly one group, and one that keeps every page."""
         assert cache is None or (len(groups) == 1 and groups[0].window is None)
         self.pools = {group.name: PagePool(group) for group in groups}
+        self._has_windows = any(pool.group.window is not None for pool in self.pools.values())
         self.cache = cache
         self.last_step = 0  # number of the last launched step, as the scheduler says
         self.tables = PageTables(self.pools)
@@ -126,7 +127,8 @@ class KvPages:
         """A step of the request is done: its new tokens are computed."""
         if is_prefill and self.cache is not None:
             self._commit(request)
-        self._trim(request)
+        if self._has_windows:
+            self._trim(request)
 
     def _commit(self, request: Request) -> None:
         """Moves whole computed pages to the tree; where it has them already, ours are freed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from treadle.engine.info import NO_GRAPHS, EngineLoad
+from treadle.engine.info import EngineLoad
 from treadle.engine.planner import Launch
 from treadle.engine.scheduler import Scheduler
 from treadle.graphs.step import GraphReport
@@ -29,7 +29,7 @@ class StepLog:
         self._generated = 0
         self._last_prefill = self._last_decode = time.perf_counter()
 
-    def step(self, launch: Launch, num_generated: int, replayed: bool = False) -> None:
+    def step(self, launch: Launch, num_generated: int, replayed: bool) -> None:
         """num_generated: tokens that the step sampled. replayed: captured graphs ran it."""
         self._generated += num_generated
         if launch.num_prefill_tokens:
@@ -76,9 +76,7 @@ class StepLog:
         )  # fmt: skip
 
 
-def engine_load(
-    scheduler: Scheduler, gen_throughput: float, graphs: GraphReport = NO_GRAPHS
-) -> EngineLoad:
+def engine_load(scheduler: Scheduler, gen_throughput: float, graphs: GraphReport) -> EngineLoad:
     """The same counts for whoever asks."""
     used, pending = scheduler.pages.num_used_tokens, scheduler.num_pending_tokens
     return EngineLoad(

@@ -19,11 +19,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
         self._stops = StopMatcher(params.stop, params.no_stop_trim) if params.stop else None
+        self.has_stops = self._stops is not None
         self.matched: str | None = None
-
-    @property
-    def has_stops(self) -> bool:
-        return self._stops is not None
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The new text that may go out."""

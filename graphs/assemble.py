@@ -9,6 +9,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from treadle.graphs.arena import Arena
 from treadle.graphs.backends import CudaGraphs, Eager, GraphBackend, HostGraphs
 from treadle.graphs.buckets import Buckets
@@ -19,9 +21,11 @@ from treadle.graphs.kv_memory import KvMemory
 from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.spec import DecoderSpec
 from treadle.graphs.occupation import Occupation
-from treadle.graphs.runner import Runner, Sizes
+from treadle.graphs.programs import Sizes
+from treadle.graphs.runner import Runner
 from treadle.graphs.step import Capacity
 from treadle.kernels import host
+from treadle.kernels.sampling import sample
 
 logger = logging.getLogger("treadle")
 
@@ -40,6 +44,7 @@ class ExecutorOptions:
     in_background: bool = True  # False: only what `prepare` captures
     num_token_ids: int | None = None  # ids that have a meaning; those beyond are never sampled
     backend: GraphBackend | None = None  # None: the device's
+    sampler: Callable[..., Tensor] = sample  # `treadle.kernels.sampling.sample`'s arguments
 
 
 def build_executor(
@@ -55,7 +60,7 @@ def build_executor(
     backend, buckets = options.backend, options.buckets
     if backend is None:
         backend, buckets = _choose(decoder, device, arena, buckets)
-    sizes = Sizes(options.depth, buckets, options.num_token_ids)
+    sizes = Sizes(options.depth, buckets, options.num_token_ids, options.sampler)
     runner = Runner(decoder, memory, capacity, device, backend, sizes)
     capture = BackgroundCapture(
         runner.graphs, options.budget_ms, options.reserve_bytes, options.in_background

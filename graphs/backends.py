@@ -42,6 +42,9 @@ class GraphBackend(Protocol):
     def capture(self, body: Body) -> Graph:
         """Raises: CaptureError."""
 
+    def synchronize(self) -> None:
+        """Waits for what has been queued; called only where bodies warm up."""
+
     def num_bytes(self) -> int:
         """Memory that all graphs take."""
 
@@ -57,6 +60,9 @@ class Eager:
 
     def capture(self, body: Body) -> Graph:
         return _Running(body)
+
+    def synchronize(self) -> None:
+        pass
 
     def num_bytes(self) -> int:
         return 0
@@ -92,6 +98,9 @@ class HostGraphs:
             return _Tape(host.record(body, self._workspace))
         except tape.NotRecordable as error:
             raise CaptureError(str(error)) from error
+
+    def synchronize(self) -> None:
+        pass
 
     def num_bytes(self) -> int:
         return self._workspace.peak
@@ -135,6 +144,9 @@ class CudaGraphs:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self._used += max(0, before - torch.cuda.mem_get_info(self._device)[0])
         return graph
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def num_bytes(self) -> int:
         return self._used

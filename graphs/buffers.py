@@ -91,7 +91,7 @@ class InputBuffers:
                 for name, dtype in _ROW_DTYPES.items()
             }
         )
-        self._ragged = _Ragged(device, slots)
+        self._ragged = RaggedRing(device, slots)
 
     def fill(self, seq: int, rows: int, arrays: Arrays, ragged: Arrays) -> dict[str, Tensor]:
         """Writes the rows to their places and pads them; returns the ragged arrays on the device.
@@ -122,7 +122,7 @@ class InputBuffers:
         }
 
 
-class _Ragged:
+class RaggedRing:
     """Packs arrays of any length into one staging buffer and copies them in one go."""
 
     def __init__(self, device: Device, slots: int, num_bytes: int = 1 << 16) -> None:

@@ -73,8 +73,12 @@ class GraphTable:
         bodies = self._parts(key)
         if self.backend.needs_warm_up:
             self._before_capture()
-            for body in bodies:
-                body()
+            try:
+                for body in bodies:
+                    body()
+                self.backend.synchronize()  # so that the capture's cost has the warm-up in it
+            except Exception as error:
+                raise CaptureError(f"its warm-up failed: {error}") from error
         self._graphs[key] = tuple(self.backend.capture(body) for body in bodies)
 
     def clear(self) -> None:
@@ -83,9 +87,10 @@ class GraphTable:
         self.backend.clear()
 
     def report(self) -> GraphReport:
+        keys = list(self._graphs)  # at once: the launch thread may be adding one
         captured = {
-            "decode": tuple(sorted(key.rows for key in self._graphs if key.kind == "decode")),
-            "prefill": tuple(sorted(key.tokens for key in self._graphs if key.kind == "prefill")),
+            "decode": tuple(sorted(key.rows for key in keys if key.kind == "decode")),
+            "prefill": tuple(sorted(key.tokens for key in keys if key.kind == "prefill")),
         }
         planned = {
             "decode": len(self.buckets.decode_rows),
@@ -157,6 +162,7 @@ class BackgroundCapture:
         self._cost_ms: dict[str, float] = {}  # of the last capture, by kind
         self._cost_bytes: dict[str, int] = {}
         self._steps_since = 0
+        self.is_held = False  # True: nothing is captured for the time being
         self.start()
 
     def start(self) -> None:
@@ -172,7 +178,7 @@ class BackgroundCapture:
     @property
     def is_done(self) -> bool:
         """Whether nothing is left to capture by itself."""
-        return not self._in_background or not self._left
+        return self.is_held or not self._in_background or not self._left
 
     def ask(self, keys: Sequence[GraphKey]) -> None:
         """A step ran eagerly for want of these."""

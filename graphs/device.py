@@ -134,6 +134,7 @@ class CudaDevice:
         torch.set_grad_enabled(False)
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self._stream)
+        self.synchronize()  # weights and buffers were filled on the default stream
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])

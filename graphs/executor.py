@@ -29,6 +29,7 @@ from treadle.graphs.step import (
     Bools,
     Capacity,
     GraphReport,
+    Int64s,
     MemoryTag,
     Step,
     StepResult,
@@ -127,6 +128,7 @@ class DeviceExecutor:
         self._capture = capture
         self._occupation = occupation
         self._is_lost = False
+        self._step_ms = 0.0  # what the last finished step took
         self._in_flight: list[DeviceHandle] = []
         self._next_seq = 1
         self._forwarded: dict[int, tuple[Forwarded, float]] = {}  # constrained, not yet sampled
@@ -176,12 +178,14 @@ class DeviceExecutor:
         self._queue_control(run).result()
 
     async def release(self, tags: Collection[MemoryTag]) -> None:
-        assert self._occupation is not None, "this executor was given nothing to release"
+        if self._occupation is None:
+            raise RuntimeError("this executor was given nothing to release")
         call = partial(self._occupation.release, tags)
         await asyncio.wrap_future(self._queue_control(call))
 
     async def resume(self, tags: Collection[MemoryTag]) -> None:
-        assert self._occupation is not None, "this executor was given nothing to release"
+        if self._occupation is None:
+            raise RuntimeError("this executor was given nothing to release")
         call = partial(self._occupation.resume, tags)
         await asyncio.wrap_future(self._queue_control(call))
 
@@ -207,7 +211,17 @@ class DeviceExecutor:
         return done
 
     def _launch_loop(self) -> None:
-        self._device.enter_thread()
+        try:
+            self._device.enter_thread()
+            self._consume()
+        except BaseException as error:  # not a step's: those are reported to whoever waits
+            logger.critical("The launch thread ends: %s", error, exc_info=error)
+            self._is_lost = True
+            for handle in list(self._in_flight):
+                handle.post(RuntimeError(f"the launch thread has ended: {error}"))
+        self._launched.put(None)
+
+    def _consume(self) -> None:
         while (command := self._next_command()) is not None:
             if isinstance(command, _Control):
                 self._control(command)
@@ -223,12 +237,12 @@ class DeviceExecutor:
             except Exception as error:
                 self._forwarded.pop(handle.seq, None)
                 self._fail(handle, error)
-        self._launched.put(None)
 
     def _next_command(self) -> _Command:
         """Waits for a command; captures once there has been none for a while."""
         patience = IDLE_S
-        while not self._capture.is_done and not self._is_lost:
+        # a warm-up would overwrite logits that wait for their mask
+        while not (self._capture.is_done or self._is_lost or self._forwarded):
             try:
                 return self._commands.get(timeout=patience)
             except queue.Empty:
@@ -237,10 +251,13 @@ class DeviceExecutor:
         return self._commands.get()
 
     def _control(self, command: _Control) -> None:
+        if not command.done.set_running_or_notify_cancel():
+            return
         try:
             self._device.synchronize()
             command.call()
         except Exception as error:
+            self._note_loss(error)
             command.done.set_exception(error)
         else:
             command.done.set_result(None)
@@ -256,7 +273,8 @@ class DeviceExecutor:
         assert step.choice is not None
         if not step.choice.replays:
             self._capture.ask(keys_of(step.plan, step.choice))
-        self._capture.after_step(1e3 * (time.perf_counter() - started))
+        if not self._forwarded:
+            self._capture.after_step(self._step_ms)
 
     def _sample(self, command: _Sampling) -> None:
         entry = self._forwarded.pop(command.handle.seq, None)
@@ -271,22 +289,33 @@ class DeviceExecutor:
 
     def _wait_loop(self) -> None:
         while (launched := self._launched.get()) is not None:
-            handle, step = launched.handle, launched.handle.step
+            handle = launched.handle
             try:
                 launched.event.wait()
-                tokens = np.zeros((step.plan.num_rows, 1), dtype=np.int32)
                 sampled = self.runner.take(handle.seq, launched.forwarded)
-                tokens[step.plan.samples, 0] = sampled
-                elapsed_ms = (time.perf_counter() - launched.started) * 1e3
-                accepted = step.plan.samples.astype(np.int32)
-                replayed = step.choice is not None and step.choice.replays
-                handle.post(StepResult(handle.seq, tokens, accepted, elapsed_ms, replayed))
+                result = _result(launched, sampled)
+                self._step_ms = result.device_ms
+                handle.post(result)
             except Exception as error:
                 self._fail(handle, error)
 
     def _fail(self, handle: DeviceHandle, error: Exception) -> None:
         """Tells whoever waits, after finding out whether anything can follow."""
-        if not self._is_lost and self._device.is_lost():
-            logger.critical("The device is lost at step %d: %s", handle.seq, error)
-            self._is_lost = True
+        self._note_loss(error)
         handle.post(error)
+
+    def _note_loss(self, error: Exception) -> None:
+        if not self._is_lost and self._device.is_lost():
+            logger.critical("The device is lost: %s", error)
+            self._is_lost = True
+
+
+def _result(launched: _Launched, sampled: Int64s) -> StepResult:
+    """sampled: [N] tokens of the rows that sample."""
+    step = launched.handle.step
+    tokens = np.zeros((step.plan.num_rows, 1), dtype=np.int32)
+    tokens[step.plan.samples, 0] = sampled
+    elapsed_ms = (time.perf_counter() - launched.started) * 1e3
+    accepted = step.plan.samples.astype(np.int32)
+    replayed = step.choice is not None and step.choice.replays
+    return StepResult(step.seq, tokens, accepted, elapsed_ms, replayed)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from treadle.graphs.buckets import GraphKey
+from treadle.graphs.buckets import Buckets, GraphKey
 from treadle.graphs.buffers import RowInputs
 from treadle.graphs.kv_memory import KvMemory
 from treadle.graphs.models.decoder import Activations, Decoder
@@ -53,6 +53,16 @@ class Outputs:
         return Outputs(self.logits[:rows], self.tokens[:rows])
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What programs make room for."""
+
+    depth: int  # steps in flight
+    buckets: Buckets
+    num_token_ids: int | None = None  # ids that have a meaning; those beyond are never sampled
+    sampler: Callable[..., Tensor] = sample  # `treadle.kernels.sampling.sample`'s arguments
+
+
 class Programs:
     """The bodies of every kind of graph, over buffers for the largest of each.
 
@@ -65,20 +75,16 @@ class Programs:
         memory: KvMemory,
         state: SlotState,
         rows: RowInputs,
-        *,
-        max_tokens: int,
-        max_rows: int,
-        num_token_ids: int | None,
+        sizes: Sizes,
     ) -> None:
-        """max_tokens, max_rows: of the largest buckets.
-
-        num_token_ids: ids that have a meaning; the head's rows beyond them are never sampled.
-        """
+        max_rows = max(sizes.buckets.decode_rows, default=0)
+        max_tokens = max(max_rows, *sizes.buckets.prefill_tokens, 0)
         self.decoder = decoder
         self.state = state
         self._memory = memory
         self._rows = rows
-        self._num_token_ids = num_token_ids
+        self._num_token_ids = sizes.num_token_ids
+        self._sampler = sizes.sampler
         device = decoder.device
         self._activations = Activations.empty(decoder.spec, max_tokens, decoder.embedding)
         self._outputs = Outputs.empty(max_rows, decoder.spec.vocab_size, device)
@@ -199,5 +205,5 @@ class Programs:
         slots, temperature = self._rows.slots[:rows], self._rows.temperature[:rows]
         seeds, positions = sampling_state(self.state, slots)
         logits = outputs.logits[:, : self._num_token_ids]
-        sample(logits, temperature, seeds, positions, outputs.tokens)
+        self._sampler(logits, temperature, seeds, positions, outputs.tokens)
         feed_back(self.state, slots, outputs.tokens)

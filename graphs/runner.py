@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from treadle.graphs.backends import GraphBackend
-from treadle.graphs.buckets import Buckets, GraphKey
-from treadle.graphs.buffers import InputBuffers, Padding, ResultRing
+from treadle.graphs.buckets import GraphKey
+from treadle.graphs.buffers import InputBuffers, Padding, RaggedRing, ResultRing
 from treadle.graphs.capture import GraphTable, is_split, keys_of
 from treadle.graphs.device import Device, Event
 from treadle.graphs.kv_memory import KvMemory
 from treadle.graphs.models.decoder import Activations, Decoder
-from treadle.graphs.programs import Outputs, Programs
+from treadle.graphs.programs import Outputs, Programs, Sizes
 from treadle.graphs.step import Bools, Capacity, GraphChoice, Int64s, Step, StepPlan
 from treadle.kernels.paged_attention import AttentionMeta
 from treadle.kernels.sampling import ban, mask_logits
@@ -38,15 +38,6 @@ class Forwarded:
     outputs: Outputs  # of the padded rows
     sampling_rows: Int64s  # [N] rows of the plan
     is_sampled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a runner makes room for."""
-
-    depth: int  # steps in flight
-    buckets: Buckets
-    num_token_ids: int | None = None  # ids that have a meaning; those beyond are never sampled
 
 
 class Runner:
@@ -63,28 +54,21 @@ class Runner:
     ) -> None:
         self.capacity = capacity
         self._memory = memory
-        self._device = device
+        self._depth = sizes.depth
         table = memory.page_table
         padding = Padding(
             memory.scratch_slot, memory.scratch_slot * table.shape[1], memory.group.pages
         )
         slots = capacity.slots
-        self._inputs = InputBuffers(device, sizes.depth + 1, slots, padding)
+        rows = max((slots, *sizes.buckets.decode_rows))
+        self._inputs = InputBuffers(device, sizes.depth + 1, rows, padding)
+        self._masks = RaggedRing(device, sizes.depth + 1, 0)
         self._results = ResultRing(device, sizes.depth + 1, slots)
         length, last_token, seed = (
             torch.zeros(slots + 1, dtype=torch.int64, device=table.device) for _ in range(3)
         )
         self._state = SlotState(length, last_token, seed, table, memory.group.page_size)
-        rows = max(sizes.buckets.decode_rows, default=0)
-        self._programs = Programs(
-            decoder,
-            memory,
-            self._state,
-            self._inputs.rows,
-            max_tokens=max(rows, *sizes.buckets.prefill_tokens, 0),
-            max_rows=rows,
-            num_token_ids=sizes.num_token_ids,
-        )
+        self._programs = Programs(decoder, memory, self._state, self._inputs.rows, sizes)
         self.graphs = GraphTable(backend, sizes.buckets, self._programs.parts, self._pad)
 
     @torch.inference_mode()
@@ -116,8 +100,9 @@ class Runner:
         if not forwarded.is_sampled and count:
             if mask is not None:
                 logits = outputs.logits[:count, : mask.shape[1]]
-                allowed = torch.from_numpy(mask[forwarded.sampling_rows])
-                mask_logits(logits, allowed.to(logits.device))
+                slot, allowed = step.seq % (self._depth + 1), mask[forwarded.sampling_rows]
+                arrived = self._masks.fill(slot, {"allowed": allowed})
+                mask_logits(logits, arrived["allowed"])
             choice = step.choice or self.graphs.choose(step.plan)
             if choice.replays:
                 self.graphs.replay(GraphKey("sample", choice.rows, choice.rows))

@@ -13,7 +13,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from treadle.kernels import host, paged_attention
+from treadle.kernels import host, paged_attention, sampling
 
 Phase = Literal["prefill", "decode"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -179,3 +179,10 @@ def choose_sampling(device: str, requested: str | None = None) -> Choice:
             f"these fit: {', '.join(fitting)}"
         )
     return Choice(str(requested), "asked for")
+
+
+def load_sampling(name: str) -> Callable[..., Tensor]:
+    """The named backend's `treadle.kernels.sampling.sample`."""
+    if name == "pytorch" and torch.cuda.is_available():
+        return sampling.sample_torch
+    return sampling.sample  # on a host its compiled kernel, where there is one

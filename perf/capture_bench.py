@@ -47,11 +47,11 @@ class Round:
 
 
 def count_graphs(engine: Engine) -> int:
-    return sum(len(sizes) for sizes in engine.graphs().captured.values())
+    return sum(len(sizes) for sizes in engine.load().graphs.captured.values())
 
 
 def planned_graphs(engine: Engine) -> int:
-    return sum(engine.graphs().planned.values())
+    return sum(engine.load().graphs.planned.values())
 
 
 async def _probe(delays: list[float]) -> None:

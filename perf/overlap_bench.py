@@ -21,6 +21,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import numpy.typing as npt
 
 from treadle.engine import Engine, RequestOutput, SamplingParams
 from treadle.engine.config import EngineConfig
@@ -92,6 +93,8 @@ class VirtualDevice(FakeExecutor):
             self.pack(step)
         handle = super().launch(step)
         now = time.perf_counter() + self._skipped
+        if is_full and not self._measured:
+            self._last_end = now
         self._idle_awaited += max(0.0, now - self._last_end)
         end = self._last_end = max(now, self._last_end) + self._step_ms / 1e3
         self._ends[step.seq] = end
@@ -121,15 +124,16 @@ class VirtualDevice(FakeExecutor):
         self.idle_ms = self._skipped = self._idle_awaited = 0.0
         self.num_deltas = 0
         self._ends.clear()
-        self._last_end = time.perf_counter()
-        self._started = self._last_end, time.process_time()
+        self._started = time.perf_counter(), time.process_time()
         if self._watch is not None:
             self._watch.restart()
 
     def _stop(self) -> None:
         assert self._started is not None
         wall, cpu = time.perf_counter() - self._started[0], time.process_time() - self._started[1]
-        steps, parts = self._measured, self._watch.read() if self._watch is not None else {}
+        steps, parts = self._measured, {}
+        if self._watch is not None:
+            parts, wall = self._watch.read(), self._watch.elapsed
         device_s = steps * self._step_ms / 1e3
         self.figures = Figures(
             steps, wall / steps * 1e3, cpu / steps * 1e3, self.idle_ms / 1e3 / device_s,
@@ -147,16 +151,19 @@ def _packer(capacity: Capacity, depth: int) -> Callable[[Step], object]:
 
     def pack(step: Step) -> object:
         plan = step.plan
-        arrays = {
+        arrays: dict[str, npt.NDArray[Any]] = {
             "slots": plan.req_slot,
             "temperature": plan.sampling.temperature,
-            "logit_rows": np.flatnonzero(plan.samples),
         }
         update = plan.page_updates.get(group.name)
+        places: dict[str, npt.NDArray[Any]] = {}
         if update is not None:
-            arrays["page_place"] = update.req_slot.astype(np.int64) * width + update.index
-            arrays["page_id"] = update.page_id
-        return buffers.fill(step.seq, plan.num_rows, arrays, {})
+            places["page_place"] = update.req_slot.astype(np.int64) * width + update.index
+            places["page_id"] = update.page_id
+        fits = update is None or len(update.page_id) <= plan.num_rows
+        return buffers.fill(
+            step.seq, plan.num_rows, arrays | places if fits else arrays, {} if fits else places
+        )
 
     return pack
 
@@ -255,6 +262,11 @@ def _count_deltas(engine: Engine, executor: VirtualDevice) -> None:
     setattr(engine._outbox, "_deliver_one", counted)  # noqa: B010
 
 
+def _length(number: int, tokens: int) -> int:
+    """One stream outlives the others: the step that follows theirs ends what is measured."""
+    return tokens + (number == 0)
+
+
 async def _in_process(engine: Engine, options: argparse.Namespace) -> None:
     left = options.streams
     done = asyncio.get_running_loop().create_future()
@@ -265,8 +277,8 @@ async def _in_process(engine: Engine, options: argparse.Namespace) -> None:
         if not left:
             done.set_result(None)
 
-    params = SamplingParams(options.tokens, ignore_eos=True)
     for number in range(options.streams):
+        params = SamplingParams(_length(number, options.tokens), ignore_eos=True)
         engine.submit([number + 100] * PROMPT_TOKENS, params, sink)
     await done
 
@@ -298,8 +310,8 @@ async def _clients(url: str, streams: int, tokens: int) -> int:
 
 async def _client(session: aiohttp.ClientSession, number: int, tokens: int) -> bool:
     body: dict[str, Any] = {
-        "prompt": [number + 100] * PROMPT_TOKENS, "max_tokens": tokens, "ignore_eos": True,
-        "stream": True,
+        "prompt": [number + 100] * PROMPT_TOKENS, "max_tokens": _length(number, tokens),
+        "ignore_eos": True, "stream": True,
     }  # fmt: skip
     last = b""
     async with session.post("/v1/completions", data=json.dumps(body), headers={

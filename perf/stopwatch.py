@@ -19,13 +19,19 @@ class Stopwatch:
     def __init__(self, rest: str) -> None:
         """rest: the part that time outside every wrapped function belongs to."""
         self._part = rest
-        self._since = time.perf_counter()
+        self._started = self._since = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
     def restart(self) -> None:
         """Forgets what was measured."""
         self.switch(self._part)
+        self._started = self._since
         self._seconds.clear()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds between the last start and the last switch or reading."""
+        return self._since - self._started
 
     def read(self) -> dict[str, float]:
         """Seconds since the last start, by part."""

@@ -38,6 +38,7 @@ from treadle.graphs.weights.load import (
     reload_parameters,
 )
 from treadle.kernels import attention_backends
+from treadle.tools.compile_ahead import start_compiling
 from treadle.tools.footprint import kv_shape, model_facts
 from treadle.tools.machine import room
 from treadle.tools.model_source import ModelSource, locate, resolve_model
@@ -69,6 +70,7 @@ class Survey:
     resolved: Resolved  # from the memory that will be free
     reasons: dict[str, tuple[str, str]]  # what was chosen here: value and why, by flat name
     attention: dict[str, str]  # backend by phase
+    sampling: str  # backend
 
 
 def survey(config: EngineConfig) -> Survey:
@@ -113,7 +115,9 @@ def survey(config: EngineConfig) -> Survey:
     sampling = _sampling(config, kind)
     reasons["sampling_backend"] = (sampling.name, sampling.reason)
     resolved = resolve(config, facts)
-    return Survey(source, tokenizer_path, device, spec, dtype, resolved, reasons, names)
+    return Survey(
+        source, tokenizer_path, device, spec, dtype, resolved, reasons, names, sampling.name
+    )
 
 
 def _attention(
@@ -166,6 +170,9 @@ def _compose(config: EngineConfig, startup: Startup) -> Parts:
     with startup.phase("tokenizer"):
         tokenizer = load_tokenizer(found.tokenizer_path, model_path=found.source.path)
     arena = open_arena(device.torch_device, config.memory.enable_memory_saver)
+    compiled = start_compiling(
+        found.spec, found.dtype, found.resolved, device, tokenizer.vocab_size
+    )
     with startup.phase("weights"):
         loaded = _load(config, found, arena)
     facts = model_facts(
@@ -178,6 +185,9 @@ def _compose(config: EngineConfig, startup: Startup) -> Parts:
     executor = _build_executor(
         config, found, resolved, loaded, arena, tokenizer.vocab_size, startup
     )
+    with startup.phase("graphs"):
+        compiled()
+        executor.prepare(all_graphs=resolved.graphs.warmup)
     available = room(device).free
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, "
@@ -287,15 +297,13 @@ def _build_executor(
         budget_ms=graphs.capture_budget_ms,
         reserve_bytes=None if device.is_host else graphs.reserve_bytes,
         num_token_ids=num_token_ids,
+        sampler=attention_backends.load_sampling(found.sampling),
     )
     reload_weights = partial(
         reload_parameters, loaded.parameters, found.source.path, spec,
         load_format=config.model.load_format, seed=config.model.random_seed or 0,
     )  # fmt: skip
-    with startup.phase("graphs"):
-        executor = build_executor(decoder, memory, capacity, device, arena, options, reload_weights)
-        executor.prepare(all_graphs=graphs.warmup)
-    return executor
+    return build_executor(decoder, memory, capacity, device, arena, options, reload_weights)
 
 
 def _info(

@@ -18,6 +18,7 @@ from treadle.engine.interpreter import own_interpreter
 from treadle.http.server import ServerSettings, run
 from treadle.http.server import serve as serve_http
 from treadle.http.state import ApiSettings, ServerState
+from treadle.tools.startup import own_process
 
 logger = logging.getLogger("treadle")
 
@@ -31,6 +32,7 @@ def serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
 
 
 async def _serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
+    startup = own_process()
     state = ServerState(
         ApiSettings(
             enable_cache_report=options.enable_cache_report,
@@ -45,8 +47,14 @@ async def _serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
         engines.append(engine)
         return engine
 
+    def on_ready(port: int) -> None:
+        _ready(options.host, port)
+        for engine in engines:
+            engine.info = startup.finish(engine.info)
+        logger.info("The server is fired up and ready to roll!")
+
     try:
-        await serve_http(start, state, settings, on_ready=lambda port: _ready(options.host, port))
+        await serve_http(start, state, settings, on_ready)
         if not engines:  # a thread that loads cannot be stopped
             _leave(0, "Stopped before the model was loaded")
     finally:
@@ -76,4 +84,3 @@ def _ready(host: str, port: int) -> None:
     gc.freeze()  # what is alive now stays: a full collection would stop the loop to look at it
     shown = f"[{host}]" if ":" in host else host
     logger.info("Listening on http://%s:%d", shown, port)
-    logger.info("The server is fired up and ready to roll!")

@@ -10,7 +10,7 @@ Axes: N rows, V vocabulary, C chunks of a row, B bins of a pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,6 +33,7 @@ _LOWEST = tl.constexpr(-0x7F800001)  # the key of -inf
 _GOLDEN = tl.constexpr(-0x61C8864680B583EB)  # 2^64 / golden ratio, as a signed 64-bit number
 _MIX_1 = tl.constexpr(-0x40A7B892E31B1A47)  # splitmix64's multipliers (Steele, Lea, Flood 2014)
 _MIX_2 = tl.constexpr(-0x6B2FB644ECCEEE15)
+_LEAST = -(2**63)  # the key of no columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +54,83 @@ def sample(
     out: Tensor | None = None,  # [N] int64
 ) -> Tensor:  # [N] int64
     """The likeliest token where temperature is 0 (of equals the lowest id), else a draw."""
-    rows, vocab = logits.shape
+    rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
-    if not rows:
-        return tokens
-    summary = summarize(logits, temperature)
-    best, best_id = summary.peak, summary.peak_id
-    if temperature is not None:
-        is_filtered = filters is not None
-        threshold = best if filters is None else _narrow(logits, temperature, filters, summary)
-        best, best_id = torch.empty_like(best), torch.empty_like(best_id)
-        draw_kernel[(rows, summary.chunks)](
-            logits, temperature, threshold, seeds, positions, summary.peak, summary.peak_id,
-            best, best_id, logits.stride(0), VOCAB=vocab, CHUNK=summary.chunk,
-            BLOCK=summary.chunks_block, FILTERED=is_filtered, num_warps=8,
-        )  # fmt: skip
-    pick_kernel[(rows,)](
-        best, best_id, tokens, summary.chunks, BLOCK=summary.chunks_block, num_warps=1
-    )
+    if rows:
+        best = summary = summarize(logits, temperature)
+        if temperature is not None:
+            threshold = None
+            if filters is not None:
+                threshold = _narrow(logits, temperature, filters, summary)
+            best = _draw(logits, temperature, seeds, positions, summary, threshold=threshold)
+        _pick(best, 0, tokens, is_key=False)
     return tokens
+
+
+def row_peaks(
+    logits: Tensor,  # [N, V] ids contiguous
+    out: Tensor | None = None,  # [N] fp32
+) -> Tensor:  # [N] fp32
+    """As `treadle.kernels.sampling.row_peaks`."""
+    rows, columns = logits.shape
+    peaks = torch.empty(rows, dtype=torch.float32, device=logits.device) if out is None else out
+    if not rows or not columns:
+        return peaks.fill_(-torch.inf)
+    chunks = summarize(logits, None).peak
+    # a chunk without a number has none for its peak
+    return torch.amax(chunks.masked_fill(chunks.isnan(), -torch.inf), dim=1, out=peaks)
+
+
+def best_keys(
+    logits: Tensor,  # [N, V] ids contiguous
+    temperature: Tensor | None,  # as for sample, the next two too
+    seeds: Tensor,
+    positions: Tensor,
+    first_id: int,
+    peaks: Tensor | None,  # [N] fp32 of the whole rows; None: the part's own
+    out: Tensor | None = None,  # [N] int64
+) -> Tensor:  # [N] int64
+    """As `treadle.kernels.sampling.best_keys`.
+
+    Takes no filters: they need thresholds of whole rows.
+    """
+    rows, columns = logits.shape
+    keys = torch.empty(rows, dtype=torch.int64, device=logits.device) if out is None else out
+    if not rows or not columns:
+        return keys.fill_(_LEAST)
+    best = summary = summarize(logits, temperature)
+    if temperature is not None:
+        best = _draw(logits, temperature, seeds, positions, summary, first_id, peaks)
+    _pick(best, first_id, keys, is_key=True)
+    return keys
+
+
+def _draw(
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    summary: Summary,
+    first_id: int = 0,
+    peaks: Tensor | None = None,
+    threshold: Tensor | None = None,  # [N] fp32
+) -> Summary:  # the largest score of every chunk and its column in place of the peaks
+    best, best_id = torch.empty_like(summary.peak), torch.empty_like(summary.peak_id)
+    draw_kernel[(logits.shape[0], summary.chunks)](
+        logits, temperature, best if threshold is None else threshold, seeds, positions,
+        best if peaks is None else peaks, summary.peak, summary.peak_id, best, best_id,
+        logits.stride(0), first_id, VOCAB=logits.shape[1], CHUNK=summary.chunk,
+        BLOCK=summary.chunks_block, FILTERED=threshold is not None, PART=peaks is not None,
+        num_warps=8,
+    )  # fmt: skip
+    return replace(summary, peak=best, peak_id=best_id)
+
+
+def _pick(best: Summary, first_id: int, out: Tensor, is_key: bool) -> None:
+    pick_kernel[(out.shape[0],)](
+        best.peak, best.peak_id, out, best.chunks, first_id, BLOCK=best.chunks_block,
+        IS_KEY=is_key, num_warps=1,
+    )  # fmt: skip
 
 
 def _narrow(
@@ -174,28 +233,34 @@ def threshold_kernel(
     tl.store(threshold + n, least)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id"])
 def draw_kernel(
     logits: tl.tensor,  # [N, V]
     temperature: tl.tensor,  # [N]
     threshold: tl.tensor,  # [N] read when FILTERED
     seeds: tl.tensor,  # [N]
     positions: tl.tensor,  # [N]
+    peaks: tl.tensor,  # [N] read when PART
     peak: tl.tensor,  # [N, C]
     peak_id: tl.tensor,  # [N, C]
-    best: tl.tensor,  # [N, C] written: the largest score of every chunk, and its id
+    best: tl.tensor,  # [N, C] written: the largest score of every chunk, and its column
     best_id: tl.tensor,  # [N, C] written
     stride: tl.tensor,
+    first_id: tl.tensor,  # of the first column
     VOCAB: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     FILTERED: tl.constexpr,
+    PART: tl.constexpr,  # other columns are elsewhere
 ) -> None:
     """Grid: rows, chunks. A greedy row's scores are its logits."""
     n, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunks = tl.num_programs(1)
     at = n * chunks + c
-    highest, _ = row_peak(peak + n * chunks, chunks, BLOCK)
+    if PART:
+        highest = tl.load(peaks + n)
+    else:
+        highest, _ = row_peak(peak + n * chunks, chunks, BLOCK)
     t = tl.load(temperature + n)
     # a peak that is not finite leaves no differences to draw by
     if (t > 0) & (tl.abs(highest) < float("inf")):
@@ -203,7 +268,7 @@ def draw_kernel(
         x = tl.load(logits + n * stride + token, mask=token < VOCAB, other=float("-inf"))
         x = x.to(tl.float32)
         row = _mix(_mix(tl.load(seeds + n)) + tl.load(positions + n) * _GOLDEN)
-        score = tl.div_rn(x - highest, t) + _gumbel(row, token)
+        score = tl.div_rn(x - highest, t) + _gumbel(row, first_id + token)
         least = tl.load(threshold + n) if FILTERED else float("-inf")
         score = tl.where(x >= least, score, float("-inf"))  # a NaN is not kept either
         largest = tl.max(score, 0)
@@ -215,20 +280,27 @@ def draw_kernel(
         tl.store(best_id + at, tl.load(peak_id + at))
 
 
-@triton.jit(do_not_specialize=["chunks"])
+@triton.jit(do_not_specialize=["chunks", "first_id"])
 def pick_kernel(
     best: tl.tensor,  # [N, C]
     best_id: tl.tensor,  # [N, C]
-    tokens: tl.tensor,  # [N] written
+    picked: tl.tensor,  # [N] written: keys or ids
     chunks: tl.tensor,  # C
+    first_id: tl.tensor,  # of the first column
     BLOCK: tl.constexpr,
+    IS_KEY: tl.constexpr,
 ) -> None:
-    """Grid: rows. The id of the best chunk, of equals the first."""
+    """Grid: rows. The largest of the chunks' keys, or its token."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
-    highest, values = row_peak(best + n * chunks, chunks, BLOCK)
-    holder = tl.min(tl.where((values == highest) & (c < chunks), c, chunks - 1), 0)
-    tl.store(tokens + n, tl.load(best_id + n * chunks + holder).to(tl.int64))
+    values = tl.load(best + n * chunks + c, mask=c < chunks, other=float("-inf"))
+    column = tl.load(best_id + n * chunks + c, mask=c < chunks, other=0)
+    # where nothing is possible the first one is, however the columns are parted
+    is_possible = values > float("-inf")
+    score = _key(tl.where(is_possible, values, float("-inf"))).to(tl.int64)
+    token = first_id + tl.where(is_possible, column, 0).to(tl.int64)
+    key = tl.max((score << 32) | (0xFFFFFFFF - token), 0)
+    tl.store(picked + n, key if IS_KEY else 0xFFFFFFFF - (key & 0xFFFFFFFF))
 
 
 @triton.jit

@@ -28,11 +28,13 @@ class Timed:
     flops: float = 0.0
     rival: Callable[[], Tensor] | None = None
     tolerance: float = 2 * BF16
+    floor: float | None = 1.0
 
     def error(self) -> float:
         """In units of the tolerance."""
         assert self.rival is not None
-        return error_of(self.call(), self.rival(), self.tolerance)
+        got = self.call().clone()  # both may write to one place
+        return error_of(got, self.rival(), self.tolerance, self.floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,15 @@ class Case:
     timed: Callable[[], Timed]
 
 
-def error_of(got: Tensor, want: Tensor, tolerance: float) -> float:
-    """The largest difference, in units of the tolerance times (1 + what is wanted); NaN shows."""
-    difference = (got.cpu().double() - want.cpu().double()).abs()
-    return float((difference / (tolerance * (1 + want.cpu().double().abs()))).max())
+def error_of(got: Tensor, want: Tensor, tolerance: float, floor: float | None = 1.0) -> float:
+    """The largest difference, in units of the tolerance times (floor + what is wanted).
+
+    floor: None for the largest that is wanted. NaN shows.
+    """
+    got, want = got.double(), want.to(got.device).double()
+    size = want.abs()
+    allowed = tolerance * (size.max() if floor is None else floor + size)
+    return float(((got - want).abs() / allowed).max())
 
 
 def rowwise_cases(setting: Setting) -> list[Case]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treadle.graphs.executor import DeviceExecutor, DeviceHandle
+from treadle.graphs.executor import DeviceExecutor
 from treadle.graphs.step import (
     Capacity,
     Int64s,
@@ -20,6 +20,7 @@ from treadle.graphs.step import (
     SamplingBatch,
     SlotInit,
     Step,
+    StepHandle,
     StepPlan,
     StepResult,
 )
@@ -140,7 +141,7 @@ def _pairs(banned: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
 
 async def play(executor: DeviceExecutor, steps: Iterable[Step]) -> list[StepResult]:
     """Keeps as many steps in flight as the executor takes; results in order."""
-    flying, results = deque[DeviceHandle](), list[StepResult]()
+    flying, results = deque[StepHandle](), list[StepResult]()
     for step in steps:
         if len(flying) == executor.depth:
             results.append(await flying.popleft())

@@ -10,19 +10,30 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from treadle.perf.gpu.rig import Rig, Room
 from treadle.perf.gpu.sections import Setting, Unit, Values
 from treadle.perf.gpu.shapes import SMALL
-from treadle.perf.gpu.twin import Twin
+from treadle.perf.gpu.twin import BUCKETS, Twin
 
 CAPTURE_S = 60.0
 
 
 def units(setting: Setting) -> Sequence[Unit]:
     cases = [("bfloat16", 1), ("bfloat16", 16), ("float32", 3)]
-    return [
+    ahead = Unit("compile ahead", partial(compile_ahead, setting.device))
+    return [ahead] + [
         Unit(f"{dtype}, pages of {page_size}", partial(replay, setting.device, dtype, page_size))
         for dtype, page_size in cases
     ]
+
+
+def compile_ahead(device: str) -> Values:
+    """Everything that a small model's steps launch, compiled in worker threads."""
+    rig = Rig(SMALL.spec, Room(8, 256, BUCKETS), device)
+    try:
+        return rig.compile_ahead()
+    finally:
+        asyncio.run(rig.close())
 
 
 def replay(device: str, dtype: str, page_size: int) -> Values:

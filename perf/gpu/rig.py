@@ -6,6 +6,7 @@ Knows the device side; never a server or a checkpoint. What is measured is wrapp
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from treadle.graphs.step import Bools, Capacity, GraphChoice, KvGroup, Step, Ste
 from treadle.graphs.weights.dummy import fill_randomly
 from treadle.kernels import attention_backends
 from treadle.perf.gpu.player import Player
-from treadle.perf.gpu.sections import Values
+from treadle.perf.gpu.sections import Unmeasured, Values
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +56,10 @@ class Rig:
         *,
         memory_saver: bool = False,
         backend: GraphBackend | None = None,
+        in_background: bool = False,
         seed: int = 0,
     ) -> None:
-        """backend: None for the device's graphs."""
+        """backend: None for the device's graphs. in_background: they are captured when idle."""
         self.spec, self.room, self.seed = spec, room, seed
         self.dtype = getattr(torch, spec.dtype)
         self.device: Device = open_device(device)
@@ -78,7 +80,9 @@ class Rig:
                 cache.normal_(generator=random)
         self.memory.clear_scratch()
         self.device.synchronize()  # all of this was queued on another stream than the steps'
-        options = ExecutorOptions(room.depth, room.buckets, backend=backend)
+        options = ExecutorOptions(
+            room.depth, room.buckets, in_background=in_background, backend=backend
+        )
         self.executor: DeviceExecutor = build_executor(
             _decoder(spec, self.parameters, device), self.memory, self.capacity, self.device,
             self.arena, options, self.fill_weights,
@@ -89,10 +93,20 @@ class Rig:
     def fill_weights(self) -> None:
         fill_randomly(self.parameters, self.seed, None)
 
-    def compile_ahead(self) -> Values:
-        """Triton's kernels for the steps of this rig; nothing on a host."""
-        if self.device.is_host:
+    def try_compile_ahead(self) -> Values:
+        """As `compile_ahead`; what goes wrong there need not stop the steps."""
+        try:
+            return self.compile_ahead()
+        except Unmeasured:
             return {}
+        except Exception as error:
+            traceback.print_exc()
+            return {"compile_ahead": f"{type(error).__name__}: {error}"[:200]}
+
+    def compile_ahead(self) -> Values:
+        """Triton's kernels for the steps of this rig. Raises: Unmeasured on a host."""
+        if self.device.is_host:
+            raise Unmeasured("nothing to compile on the CPU")
         from treadle.kernels.gpu import compile_ahead
 
         spec = self.spec
@@ -222,6 +236,6 @@ class Probe:
 
 def _between_ms(first: Any, then: Any) -> float:
     if isinstance(first, float):
-        return 1e3 * (then - first)
+        return 1e3 * float(then - first)
     elapsed: float = first.elapsed_time(then)
     return elapsed

@@ -67,7 +67,7 @@ def _draw(inputs: list[Tensor | None]) -> Tensor:
 
 
 def _sample_error(device: str, name: str) -> float:
-    inputs = _inputs(device, name, 8, _VOCAB)
+    inputs = _inputs(device, name, 4, _VOCAB)
     tokens = _draw(inputs).tolist()
     logits, warm, seeds, positions, *limits = (None if x is None else x.cpu() for x in inputs)
     assert logits is not None and seeds is not None and positions is not None
@@ -89,7 +89,7 @@ def _sample(device: str, name: str, size: tuple[int, int]) -> Timed:
     logits = inputs[0]
     assert logits is not None
     rival = partial(logits.argmax, -1) if name == "greedy" else None
-    return Timed(partial(_draw, inputs), float(logits.nbytes), 0.0, rival, 0.1)
+    return Timed(partial(_draw, inputs), float(logits.nbytes), 0.0, rival, 1e-9)
 
 
 def _bits(device: str, rows: int, vocab: int) -> Tensor:

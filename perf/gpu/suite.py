@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 from treadle.perf.gpu.sections import Failed, Setting, Unit, Unmeasured, Values
 
 ROOT = Path(__file__).resolve().parents[2]
-_MARKS = ("mark.gpu", "gpu_device", "pytestmark")
+_MARKS = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b|\bgpu_device\b", re.MULTILINE)
 _NO_TESTS = 5  # pytest's exit status: nothing was collected, or all was deselected
 _NEEDS = {"asyncio": "pytest_asyncio", "hypothesis": "hypothesis", "openai": "openai"}
 
@@ -34,11 +35,7 @@ def units(setting: Setting) -> Sequence[Unit]:
 
 def gpu_files(tests: Path) -> list[Path]:
     """Files with a test that may be marked `gpu`; the others are not even collected."""
-    return [
-        path
-        for path in sorted(tests.rglob("test_*.py"))
-        if "gpu" in (text := path.read_text()) and any(mark in text for mark in _MARKS)
-    ]
+    return [path for path in sorted(tests.rglob("test_*.py")) if _MARKS.search(path.read_text())]
 
 
 def _refuse(reason: str) -> Values:

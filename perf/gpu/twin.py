@@ -37,8 +37,8 @@ class Twin:
         seed = random.randrange(2**31)
         self.eager = Rig(spec, room, device, backend=Eager(), seed=seed)
         self.eager.probe.is_eager = True
-        self.compiled = self.eager.compile_ahead()
-        self.graphs = Rig(spec, room, device, seed=seed)  # last: it captures from here on
+        self.compiled = self.eager.try_compile_ahead()
+        self.graphs = Rig(spec, room, device, in_background=True, seed=seed)
         if isinstance(self.graphs.executor.runner.graphs.backend, Eager):
             raise Unmeasured("no graphs on this machine: the host kernels are not built")
         self.rigs = (self.graphs, self.eager)

@@ -141,7 +141,7 @@ async def test_create_leaves_the_loop_alone_while_it_imports(
 
     def load(name: str) -> Any:
         threads.append(threading.current_thread())
-        return SimpleNamespace(compose=lambda config: parts)
+        return SimpleNamespace(compose=lambda config, since: parts)
 
     monkeypatch.setattr(importlib, "import_module", load)
     async with await Engine.create() as engine:

@@ -40,6 +40,9 @@ class Slow:
         self._bytes += self._each
         return Made(body)
 
+    def synchronize(self) -> None:
+        pass
+
     def num_bytes(self) -> int:
         return self._bytes
 
@@ -203,6 +206,21 @@ def test_kind_that_fails_is_given_up_and_the_others_go_on() -> None:
     report = bench.table.report()
     assert report.captured == {"decode": (), "prefill": (8, 16)}
     assert report.planned == {"decode": 3, "prefill": 2}
+
+
+def test_warm_up_that_raises_gives_its_kind_up() -> None:
+    bench = Bench()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    bench.table._before_capture = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        bench.table.capture(decode(1))
+    bench.table._before_capture = lambda: None
+    bench.table._parts = lambda key: [fail]
+    bench.capture.all()
+    assert bench.capture.is_done and bench.table.report().captured["decode"] == ()
 
 
 def test_after_a_release_everything_is_captured_anew() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -213,6 +214,26 @@ async def test_late_masks_and_bans_between_the_two_halves_of_a_step(
     assert results[0] == results[1]
 
 
+class WarmingUp(Eager):
+    """Runs every body once before it is captured, as a GPU does."""
+
+    needs_warm_up = True
+
+
+async def test_capture_waits_while_logits_wait_for_their_mask() -> None:
+    decoder = make_decoder(ODD)
+    host = a_host(decoder, WarmingUp())
+    host.executor.prepare(all_graphs=False)
+    prompt = [5, 4, 3]
+    held = host.executor.launch(host.step([(0, prompt)], fresh=True, constrained=True))
+    await asyncio.sleep(0.2)  # long enough for several captures
+    before = host.executor.graphs()
+    held.sample(None)
+    assert column(await held) == continued(decoder, prompt, 1)
+    assert sum(map(len, before.captured.values())) == 1
+    await host.executor.close()
+
+
 async def test_replay_runs_no_code_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = MODELS["even sizes, bf16"]()
     host = a_host(decoder, host_graphs())
@@ -337,6 +358,9 @@ class Refusing:
             raise CaptureError("no more of them")
         return self._inner.capture(body)
 
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+
     def num_bytes(self) -> int:
         return self._inner.num_bytes()
 
@@ -410,5 +434,19 @@ async def test_device_that_is_lost_ends_every_step(caplog: pytest.LogCaptureFixt
     assert not host.executor.is_alive()
     with pytest.raises(RuntimeError, match="device is lost"):
         host.executor.launch(host.step([(0, None)]))
-    assert "The device is lost at step 2" in caplog.text
+    assert "The device is lost: an illegal memory access" in caplog.text
+    await host.executor.close()
+
+
+async def test_launch_thread_that_ends_tells_whoever_waits() -> None:
+    host = a_host(make_decoder(ODD), host_graphs(), in_background=False)
+
+    def fail(step: Step) -> Any:
+        raise SystemExit(3)
+
+    host.executor.runner.forward = fail  # type: ignore[method-assign]
+    waiting = host.executor.launch(host.step([(0, [1])], fresh=True))
+    with pytest.raises(RuntimeError, match="the launch thread has ended"):
+        await waiting
+    assert not host.executor.is_alive()
     await host.executor.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from treadle.kernels import reference_sampling as reference
-from treadle.kernels.sampling import sample_torch
+from treadle.kernels.sampling import best_keys_torch, gumbel, ids_of, sample_torch
 
 pytest.importorskip("triton")
 
@@ -171,7 +171,7 @@ def test_nothing_possible_still_gives_a_token_of_the_vocabulary(gpu_device: torc
     logits[2, ::2] = 1.0
     for filters in (None, make_filters(3, 700)):
         found = draw(gpu_device, logits, torch.ones(3), make_seeds(3), filters)
-        assert found[0] == 0 and found[2] % 2 == 0
+        assert found[0] == 0 and found[1] == 0 and found[2] % 2 == 0
         assert ((found >= 0) & (found < 700)).all()
 
 
@@ -182,6 +182,66 @@ def test_tokens_go_into_a_given_output(gpu_device: torch.device) -> None:
     given = (logits.to(device), temperature.to(device), seeds[0].to(device), seeds[1].to(device))
     assert sampling.sample(*given, None, out) is out
     assert out.tolist() == draw(gpu_device, logits, temperature, seeds).tolist()
+
+
+def keys_of_parts(
+    device: torch.device,
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    seeds: tuple[torch.Tensor, torch.Tensor],
+    edges: list[int],
+) -> torch.Tensor:  # the largest of the parts' keys
+    parts = [(a, logits[:, a:b].to(device)) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    peaks = torch.stack([sampling.row_peaks(part) for _, part in parts]).amax(0)
+    warm = None if temperature is None else temperature.to(device)
+    given = None if temperature is None else peaks
+    numbers, positions = (x.to(device) for x in seeds)
+    keys = [sampling.best_keys(part, warm, numbers, positions, a, given) for a, part in parts]
+    return torch.stack(keys).amax(0)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+@pytest.mark.parametrize("temperature", [None, 1e-3, 1.0, 100.0])
+def test_best_of_any_parts_is_the_choice_of_whole_rows(
+    gpu_device: torch.device, temperature: float | None
+) -> None:
+    vocab, seeds = 1300, make_seeds(12)
+    noise = gumbel(*seeds, torch.arange(vocab))
+    logits = torch.randn(12, vocab)
+    logits[0], logits[1], logits[2, :700], logits[3, 600:] = (
+        -math.inf,
+        math.nan,
+        math.nan,
+        -math.inf,
+    )
+    logits[4, ::2], logits[5, 900], logits[6] = math.nan, math.inf, logits[6].round()
+    logits[7:] -= noise[7:]  # near ties
+    logits[7, :520], logits[8, :600], logits[8, 600:] = -math.inf, math.nan, -math.inf
+    warm = None if temperature is None else torch.full((12,), temperature)
+    if warm is not None:
+        warm[::5] = 0
+    want = draw(gpu_device, logits, warm, seeds)
+    cut = sorted(torch.randint(0, vocab + 1, (2,)).tolist())
+    for edges in ([0, vocab], [0, 0, *cut, vocab, vocab], [0, 512, 1024, vocab]):
+        keys = keys_of_parts(gpu_device, logits, warm, seeds, edges)
+        assert ids_of(keys).tolist() == want.tolist()
+    assert want[:2].tolist() == [0, 0] and want[5] == 900 and want[8] == 0
+
+
+def test_greedy_keys_are_the_hosts(gpu_device: torch.device) -> None:
+    logits, seeds = torch.randn(9, 900).round(), make_seeds(9)
+    logits[0], logits[1, 3] = -math.inf, math.inf
+    out = torch.zeros(9, dtype=torch.int64, device=gpu_device)
+    unread = torch.zeros_like(out)
+    assert sampling.best_keys(logits.to(gpu_device), None, unread, unread, 2**30, None, out) is out
+    assert torch.equal(out.cpu(), best_keys_torch(logits, None, *seeds, 2**30, None))
+
+
+def test_part_without_columns_has_the_least_key(gpu_device: torch.device) -> None:
+    nothing, some = torch.zeros(3, 0, device=gpu_device), torch.zeros(3, device=gpu_device)
+    ids = torch.zeros(3, dtype=torch.int64, device=gpu_device)
+    assert sampling.row_peaks(nothing).tolist() == [-math.inf] * 3
+    assert sampling.best_keys(nothing, some, ids, ids, 7, some).tolist() == [-(2**63)] * 3
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 2100])

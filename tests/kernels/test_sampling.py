@@ -236,12 +236,20 @@ def test_impossible_tokens_are_never_drawn(sample: Sample) -> None:
 
 
 @pytest.mark.parametrize("vocab", [3, 9001])
+def test_numbers_are_chosen_before_what_is_none(sample: Sample, vocab: int) -> None:
+    x = torch.full((2, vocab), math.nan)
+    x[0, 1], x[1, vocab - 1] = -1e30, 5.0
+    for temperature in (None, torch.ones(2)):
+        assert sample(x, temperature, *make_seeds(2)).tolist() == [1, vocab - 1]
+
+
+@pytest.mark.parametrize("vocab", [3, 9001])
 def test_nothing_possible_still_gives_a_token_of_the_vocabulary(sample: Sample, vocab: int) -> None:
     x = torch.randn(6, vocab)
     x[0], x[1], x[2, ::2], x[3], x[4, 1] = NEVER, math.nan, math.nan, math.inf, math.inf
     for temperature in (None, torch.ones(6), torch.full((6,), 1e-45), torch.full((6,), math.nan)):
         found = sample(x, temperature, *make_seeds(6))
-        assert found[0] == 0 and found[4] == 1
+        assert found[0] == 0 and found[1] == 0 and found[4] == 1
         assert ((found >= 0) & (found < vocab)).all()
 
 
@@ -288,6 +296,125 @@ def test_ban_hits_single_tokens_and_skips_padding(implementation: Implementation
     rows, ids = padded[:, 0].contiguous(), padded[:, 1].contiguous()
     implementation(sampling, "ban")(wide[:, :50], rows, ids)
     assert torch.equal(wide, want)
+
+
+def cuts(vocab: int, parts: int) -> list[tuple[int, int]]:
+    """Where each part begins and ends: at random, some without columns."""
+    inner = torch.randint(0, vocab + 1, (parts - 1,))
+    inner[2::2] = inner[0:1]
+    edges = sorted([0, vocab, *inner.tolist()])
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def test_row_peaks_are_the_largest_numbers(implementation: Implementation) -> None:
+    wide = make_logits(5000)
+    wide[4], wide[5, 3], wide[6, :4000] = math.nan, math.inf, NEVER
+    for x in (wide, wide[:, 17:18], wide[:, 100:4900]):
+        found = implementation(sampling, "row_peaks")(x)
+        want = [max((v for v in row if v == v), default=NEVER) for row in x.tolist()]
+        assert found.dtype is torch.float32 and found.tolist() == want
+    out = torch.zeros(10)
+    assert implementation(sampling, "row_peaks")(wide[:, :0], out) is out
+    assert out.tolist() == [NEVER] * 10
+
+
+@pytest.mark.parametrize("temperature", [None, 0.0, 1e-3, 0.3, 1.0, 100.0, math.inf, math.nan])
+@pytest.mark.parametrize("vocab", [5, 1000, 20_000])
+def test_best_of_any_parts_is_the_choice_of_whole_rows(
+    implementation: Implementation, vocab: int, temperature: float | None
+) -> None:
+    sample = implementation(sampling, "sample")
+    row_peaks = implementation(sampling, "row_peaks")
+    best_keys = implementation(sampling, "best_keys")
+    x = torch.cat([make_logits(vocab), make_logits(vocab)])
+    x[0], x[1], x[2, : vocab // 2], x[3, vocab // 2 :] = NEVER, math.nan, math.nan, NEVER
+    x[4, ::2], x[5, -1] = NEVER, math.inf
+    seeds, positions = make_seeds(20)
+    near = torch.randn(20, vocab) * 1e-6 - sampling.gumbel(seeds, positions, torch.arange(vocab))
+    x = torch.stack([x, near]).view(40, vocab)  # rows of both kinds with the same seeds
+    seeds, positions = seeds.repeat(2), positions.repeat(2)
+    warm = None if temperature is None else torch.full((40,), temperature)
+    if warm is not None:
+        warm[6:30:5] = torch.rand(5)
+        warm[7] = 0
+    want = sample(x, warm, seeds, positions)
+    for parts in (1, 2, 3, 8):
+        edges = cuts(vocab, parts)
+        peaks = torch.stack([row_peaks(x[:, begin:end]) for begin, end in edges]).amax(0)
+        given = None if warm is None else peaks
+        keys = [
+            best_keys(x[:, begin:end], warm, seeds, positions, begin, given) for begin, end in edges
+        ]
+        assert torch.equal(sampling.ids_of(torch.stack(keys).amax(0)), want)
+
+
+def test_keys_order_by_score_then_by_lowest_id(implementation: Implementation) -> None:
+    best_keys = implementation(sampling, "best_keys")
+    scores = [*torch.randn(6).tolist(), 0.0, 1e-45, -1e-45, 3e38, -3e38, NEVER, math.inf]
+    pairs = [(score, token) for score in scores for token in (0, 1, 2**16, 2**31 - 2)]
+    keys = []
+    for score, first_id in pairs:
+        key = best_keys(torch.tensor([[score]]), None, *make_seeds(1), first_id, None)
+        assert implementation(sampling, "ids_of")(key).tolist() == [first_id]
+        keys.append(int(key))
+    order = sorted(range(len(pairs)), key=lambda at: (pairs[at][0], -pairs[at][1]))
+    assert [keys[at] for at in order] == sorted(set(keys))
+    out = torch.zeros(2, dtype=torch.int64)
+    nothing = best_keys(torch.zeros(2, 0), torch.ones(2), *make_seeds(2), 9, torch.zeros(2), out)
+    assert nothing is out and out.tolist() == [-(2**63)] * 2 and min(keys) > -(2**63)
+    zeros = [best_keys(torch.tensor([[x]]), None, *make_seeds(1), 5, None) for x in (0.0, -0.0)]
+    assert torch.equal(*zeros)
+
+
+@pytest.mark.parametrize("vocab", [1, 300, 9001])
+def test_part_that_is_everything_needs_no_peaks(implementation: Implementation, vocab: int) -> None:
+    x, (seeds, positions), warm = make_logits(vocab), make_seeds(10), torch.rand(10) * 3
+    keys = implementation(sampling, "best_keys")(x, warm, seeds, positions, 0, None)
+    want = implementation(sampling, "sample")(x, warm, seeds, positions)
+    assert implementation(sampling, "ids_of")(keys, keys) is keys
+    assert torch.equal(keys, want)
+
+
+def test_host_and_torch_make_the_same_greedy_keys() -> None:
+    x, seeds = make_logits(700).nan_to_num(), make_seeds(10)
+    host_keys = sampling.best_keys(x, None, *seeds, 123, None)
+    assert torch.equal(host_keys, sampling.best_keys_torch(x, None, *seeds, 123, None))
+
+
+@pytest.mark.parametrize("columns", [0, 1, 20])
+def test_bans_of_other_parts_are_harmless(implementation: Implementation, columns: int) -> None:
+    wide, first_id = torch.randn(3, 30), 100
+    want = wide.clone()
+    rows, ids = torch.randint(-1, 3, (200,)), torch.randint(60, 160, (200,))
+    ids[:3] = torch.tensor([99, 100 + columns, 2**31])
+    for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
+        if row >= 0 and first_id <= token < first_id + columns:
+            want[row, token - first_id] = NEVER
+    implementation(sampling, "ban")(wide[:, :columns], rows, ids, first_id)
+    assert torch.equal(wide, want)
+
+
+def test_recorded_parts_read_what_is_there_when_played(played: Callable[..., Any]) -> None:
+    logits, temperature, (seeds, positions) = torch.randn(3, 400), torch.zeros(3), make_seeds(3)
+    rows, ids, peaks = torch.full((1,), -1), torch.zeros(1, dtype=torch.int64), torch.zeros(3)
+
+    def body() -> tuple[Tensor, Tensor, Tensor]:
+        part = logits[:, 100:]
+        sampling.ban(part, rows, ids, 100)
+        keys = sampling.best_keys(part, temperature, seeds, positions, 100, peaks)
+        return sampling.row_peaks(part), keys, sampling.ids_of(keys)
+
+    def change() -> None:
+        temperature.fill_(5)
+        rows[0], ids[0] = 1, 7 + 100
+        logits.mul_(3)
+        peaks.fill_(20)
+
+    found, keys, tokens = played(body, change)
+    assert logits[1, 107] == NEVER
+    want = sampling.best_keys(logits[:, 100:], temperature, seeds, positions, 100, peaks)
+    assert torch.equal(found, logits[:, 100:].amax(1)) and torch.equal(keys, want)
+    assert torch.equal(tokens, sampling.ids_of(want))
 
 
 def test_recorded_calls_read_what_is_there_when_played(played: Callable[..., Any]) -> None:

@@ -96,9 +96,9 @@ def test_supervisor_goes_on_in_a_fresh_process_after_a_crash_or_a_lost_device() 
 
 
 def test_supervisor_ends_a_unit_that_takes_too_long_and_names_what_was_not_reached() -> None:
-    rows = supervise(CHILD.format(names=["one", "hang", "two"]), [], limit_s=2.0)
+    rows = supervise(CHILD.format(names=["one", "hang", "two"]), [], limit_s=5.0)
     assert rows["one"].problem is None
-    assert rows["hang"].is_failure and rows["hang"].problem == "not done within 2 s"
+    assert rows["hang"].is_failure and rows["hang"].problem == "not done within 5 s"
     assert not rows["two"].is_failure and "not reached" in str(rows["two"].problem)
 
 
@@ -270,10 +270,10 @@ async def test_twin_notices_a_graph_that_never_ran(monkeypatch: pytest.MonkeyPat
 def test_models_section_measures_eager_and_graphs() -> None:
     rows = {unit.name: unit.measure() for unit in models.units(TINY)}
     assert len(rows) == 1 + 1 + len(models.TINY.batches) + len(models.TINY.prefills) + 3
-    assert rows["small graphs"]["graphs"] == 10 and rows["small graphs"]["graph_mb"] > 0
+    assert rows["small graphs"]["graphs"] == 10 and float(rows["small graphs"]["graph_mb"]) > 0
     for name, values in rows.items():
         if "decode" in name or "prefill" in name:
-            assert all(values[f"{way}_ms"] > 0 for way in ("eager", "graphs")), name
+            assert all(float(values[f"{way}_ms"]) > 0 for way in ("eager", "graphs")), name
 
 
 @needs_graphs
@@ -286,10 +286,10 @@ async def test_probe_sends_steps_past_their_graphs_in_the_same_shape() -> None:
             rig.probe.is_eager = is_eager
             for slot in range(3):
                 rig.player.restart(slot, 6)
-            (result,) = await play(rig.executor, [rig.player.step([Work(s) for s in range(3)])])
-            choice = rig.executor.runner.graphs.choose(rig.player.step([Work(0)]).plan)
+            step = rig.player.step([Work(slot) for slot in range(3)])
+            (result,) = await play(rig.executor, [step])
+            choice = rig.executor.runner.graphs.choose(step.plan)
             seen.append((result.replayed, choice.rows, choice.replays))
-            rig.executor._next_seq = rig.player.step([Work(0)]).seq + 1
         assert seen == [(True, 4, True), (False, 4, False)]
         assert rig.probe.idle_ms() >= 0 and len(rig.probe.stamps) == 2
     finally:
@@ -342,7 +342,7 @@ def test_kernels_section_fails_a_wrong_kernel(
 def test_suite_finds_the_files_with_gpu_tests_and_reads_outcomes(tmp_path: Path) -> None:
     names = [path.name for path in suite.gpu_files(suite.ROOT / "tests")]
     assert {"test_gpu_attention.py", "test_page_copy.py", "test_arena.py"} <= set(names)
-    assert "test_scheduler.py" not in names
+    assert "test_gpu_check.py" not in names
     file = tmp_path / "test_some.py"
     file.write_text(
         "import pytest\n"

@@ -75,7 +75,7 @@ if sys.argv[1] == "stuck":
     DeviceExecutor.close = close
 
 tiny_engine.HostDevice = Fragile
-compose.compose = lambda config: tiny_engine.tiny_parts(
+compose.compose = lambda config, since: tiny_engine.tiny_parts(
     tiny_engine.tiny_decoder(), tokens=8192, disable_radix_cache=True
 )[0]
 signal.signal(signal.SIGUSR1, break_device)

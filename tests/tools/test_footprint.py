@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treadle.graphs.models.decoder import Decoder
-from treadle.kernels.sampling import sample
 from treadle.graphs.weights.load import load_decoder, read_spec
 from treadle.kernels.paged_attention import AttentionMeta
+from treadle.kernels.sampling import sample
 from treadle.tools.footprint import (
     kv_shape,
     model_facts,
@@ -40,7 +40,7 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function.is_view:
+        if function.is_view:  # type: ignore[attr-defined]
             return out
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, torch.Tensor):

@@ -4,7 +4,8 @@
 // A draw is argmax((logit - peak) / temperature + g), the Gumbel-max trick (Gumbel 1954; Maddison,
 // Tarlow, Minka, A* Sampling, 2014, section 2), with g = -log(-log1p(-v)) for v from a hash of
 // (seed, position, token). The logarithms are taken for the few tokens only that a bound on g
-// leaves; the result has the bits of the plain formula.
+// leaves; the result has the bits of the plain formula. Where a vocabulary lies in several parts,
+// each is asked for its peak, then, knowing the row's, for its best score.
 
 #include <algorithm>
 #include <atomic>
@@ -97,12 +98,13 @@ uint64_t likeliest(const float* logits, int64_t begin, int64_t end) {
 struct Row {
   const float* logits;
   float temperature, peak;  // the peak is finite
-  uint64_t hash;            // of seed and position
+  uint64_t hash;            // of seed, position and the id of the first token here
 
   float scaled(int64_t token) const { return (logits[token] - peak) / temperature; }
 
   uint64_t score(int64_t token) const {
-    return pack(scaled(token) + gumbel(uniform(hash, token)), token);
+    const float sum = scaled(token) + gumbel(uniform(hash, token));
+    return pack(sum == sum ? sum : kNever, token);  // -inf / inf is not a number
   }
 };
 
@@ -131,33 +133,73 @@ uint64_t draw(const Row& row, int64_t begin, int64_t end, uint64_t best) {
   return best;
 }
 
-void sample(const float* logits, const float* temperature, const int64_t* seeds,
-            const int64_t* positions, int64_t* out, int64_t rows, int64_t vocab, int64_t stride) {
-  std::vector<uint64_t> peaks(static_cast<size_t>(rows)), drawn(static_cast<size_t>(rows));
-#pragma omp parallel if (rows * vocab > kParallelTokens)
-  {
+// The columns of a vocabulary that are here, [rows, columns].
+struct Part {
+  const float* logits;
+  int64_t rows, columns, stride;
+
+  bool is_large() const { return rows * columns > kParallelTokens; }
+};
+
+struct Choice {
+  const float* temperature;  // null: every row is greedy
+  const int64_t* seeds;
+  const int64_t* positions;
+  const float* peaks;  // of the whole rows; null: the part is all of them
+  int64_t first_id;    // of the first column
+};
+
+// Shared by the team that calls it. best [rows] is zero before, and stays so without columns.
+void find_likeliest(const Part& part, uint64_t* best) {
 #pragma omp for collapse(2)
-    for (int64_t n = 0; n < rows; ++n) {
-      for (int64_t begin = 0; begin < vocab; begin += kSlice) {
-        raise(peaks[n], likeliest(logits + n * stride, begin, std::min(begin + kSlice, vocab)));
-      }
-    }
-#pragma omp for collapse(2)
-    for (int64_t n = 0; n < rows; ++n) {
-      for (int64_t begin = 0; begin < vocab; begin += kSlice) {
-        const float peak = value_of(peaks[n]);
-        if (!temperature || !(temperature[n] > 0) || !std::isfinite(peak)) continue;
-        const uint64_t key = mix(static_cast<uint64_t>(seeds[n]));
-        const Row row{logits + n * stride, temperature[n], peak,
-                      mix(key + static_cast<uint64_t>(positions[n]) * kGolden)};
-        // a good score at the start leaves fewer candidates
-        const uint64_t known = std::atomic_ref(drawn[n]).load(std::memory_order_relaxed);
-        const uint64_t start = std::max(known, row.score(token_of(peaks[n])));
-        raise(drawn[n], draw(row, begin, std::min(begin + kSlice, vocab), start));
-      }
+  for (int64_t n = 0; n < part.rows; ++n) {
+    for (int64_t begin = 0; begin < part.columns; begin += kSlice) {
+      const int64_t end = std::min(begin + kSlice, part.columns);
+      raise(best[n], likeliest(part.logits + n * part.stride, begin, end));
     }
   }
-  for (int64_t n = 0; n < rows; ++n) out[n] = token_of(drawn[n] ? drawn[n] : peaks[n]);
+}
+
+void find_drawn(const Part& part, const Choice& choice, const uint64_t* peaks, uint64_t* drawn) {
+#pragma omp for collapse(2)
+  for (int64_t n = 0; n < part.rows; ++n) {
+    for (int64_t begin = 0; begin < part.columns; begin += kSlice) {
+      const float own = value_of(peaks[n]), peak = choice.peaks ? choice.peaks[n] : own;
+      const float temperature = choice.temperature[n];
+      if (!(temperature > 0) || !std::isfinite(peak) || own == kNever) continue;
+      const uint64_t key = mix(static_cast<uint64_t>(choice.seeds[n]));
+      const uint64_t hash = mix(key + static_cast<uint64_t>(choice.positions[n]) * kGolden);
+      const Row row{part.logits + n * part.stride, temperature, peak,
+                    hash + static_cast<uint64_t>(choice.first_id) * kGolden};
+      // a good score at the start leaves fewer candidates
+      const uint64_t known = std::atomic_ref(drawn[n]).load(std::memory_order_relaxed);
+      const uint64_t start = std::max(known, row.score(token_of(peaks[n])));
+      raise(drawn[n], draw(row, begin, std::min(begin + kSlice, part.columns), start));
+    }
+  }
+}
+
+// A packed number with the part's ids as one that signed comparison orders the same way.
+int64_t to_key(uint64_t packed, int64_t first_id) {
+  const uint64_t shifted = packed ? packed - static_cast<uint64_t>(first_id) : 0;
+  return static_cast<int64_t>(shifted ^ uint64_t{1} << 63);
+}
+
+void best_keys(const Part& part, const Choice& choice, int64_t* keys) {
+  const auto rows = static_cast<size_t>(part.rows);
+  std::vector<uint64_t> peaks(rows), drawn(rows);
+#pragma omp parallel if (part.is_large())
+  {
+    find_likeliest(part, peaks.data());
+    if (choice.temperature) find_drawn(part, choice, peaks.data(), drawn.data());
+  }
+  for (size_t n = 0; n < rows; ++n) {
+    keys[n] = to_key(drawn[n] ? drawn[n] : peaks[n], choice.first_id);
+  }
+}
+
+void ids_of(const int64_t* keys, int64_t* out, int64_t count) {
+  for (int64_t n = 0; n < count; ++n) out[n] = token_of(static_cast<uint64_t>(keys[n]));
 }
 
 }  // namespace
@@ -168,9 +210,42 @@ void sample(const float* logits, const float* temperature, const int64_t* seeds,
 TREADLE_EXPORT void treadle_sample(const float* logits, const float* temperature,
                                    const int64_t* seeds, const int64_t* positions, int64_t* out,
                                    int64_t rows, int64_t vocab, int64_t stride) {
-  treadle::sample(logits, temperature, seeds, positions, out, rows, vocab, stride);
+  treadle::best_keys({logits, rows, vocab, stride},
+                     {temperature, seeds, positions, nullptr, 0}, out);
+  treadle::ids_of(out, out, rows);
 }
 TREADLE_RECORDABLE(treadle_sample)
+
+// out [rows]: the largest logit of each row, -inf where no number is.
+TREADLE_EXPORT void treadle_row_peaks(const float* logits, float* out, int64_t rows,
+                                      int64_t columns, int64_t stride) {
+  const treadle::Part part{logits, rows, columns, stride};
+  std::vector<uint64_t> best(static_cast<size_t>(rows));
+#pragma omp parallel if (part.is_large())
+  treadle::find_likeliest(part, best.data());
+  for (int64_t n = 0; n < rows; ++n) {
+    out[n] = best[n] ? treadle::value_of(best[n]) : treadle::kNever;
+  }
+}
+TREADLE_RECORDABLE(treadle_row_peaks)
+
+// keys [rows]: each row's best score in this part and its token, in one number that grows with the
+// score; of equals the lower id has the larger. Without columns the least number. Without peaks
+// (of the whole rows) the part's own count.
+TREADLE_EXPORT void treadle_best_keys(const float* logits, const float* temperature,
+                                      const int64_t* seeds, const int64_t* positions,
+                                      const float* peaks, int64_t* keys, int64_t first_id,
+                                      int64_t rows, int64_t columns, int64_t stride) {
+  treadle::best_keys({logits, rows, columns, stride},
+                     {temperature, seeds, positions, peaks, first_id}, keys);
+}
+TREADLE_RECORDABLE(treadle_best_keys)
+
+// The tokens of keys.
+TREADLE_EXPORT void treadle_ids_of(const int64_t* keys, int64_t* out, int64_t count) {
+  treadle::ids_of(keys, out, count);
+}
+TREADLE_RECORDABLE(treadle_ids_of)
 
 // Where allowed [rows, vocab] is false, logits become -inf; strides between rows.
 TREADLE_EXPORT void treadle_mask_logits(float* logits, const bool* allowed, int64_t rows,
@@ -185,11 +260,13 @@ TREADLE_EXPORT void treadle_mask_logits(float* logits, const bool* allowed, int6
 }
 TREADLE_RECORDABLE(treadle_mask_logits)
 
-// logits[rows[i], ids[i]] = -inf; a row below 0 is padding.
+// logits[rows[i], ids[i] - first_id] = -inf; a row below 0 is padding, other parts' ids do nothing.
 TREADLE_EXPORT void treadle_ban(float* logits, const int64_t* rows, const int64_t* ids,
-                                int64_t count, int64_t stride) {
+                                int64_t count, int64_t first_id, int64_t columns, int64_t stride) {
   for (int64_t i = 0; i < count; ++i) {
-    if (rows[i] >= 0) logits[rows[i] * stride + ids[i]] = treadle::kNever;
+    const int64_t column = ids[i] - first_id;
+    const bool is_here = rows[i] >= 0 && column >= 0 && column < columns;
+    if (is_here) logits[rows[i] * stride + column] = treadle::kNever;
   }
 }
 TREADLE_RECORDABLE(treadle_ban)
