@@ -130,8 +130,36 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    tp_size: int = setting(
+        1, "ranks that share one model, each with a device of its own",
+        AT_LEAST_ONE, aliases=("tp", "tensor_parallel_size"),
+    )  # fmt: skip
+    nnodes: int = setting(1, "machines that the ranks are spread over", AT_LEAST_ONE)
+    node_rank: int = setting(0, "which machine this is; the one with 0 serves", Legal(at_least=0))
+    dist_init_addr: str | None = setting(
+        None, "host:port on machine 0 where ranks meet; default: a free port, on one machine",
+        aliases=("nccl_init_addr",),
+    )  # fmt: skip
+    nccl_port: int | None = setting(
+        None, "on one machine: the port where ranks meet", Legal(at_least=1, below=65536)
+    )
+    dist_timeout: int | None = setting(
+        None, "seconds that ranks wait for each other; default: 600", AT_LEAST_ONE
+    )
+    enable_p2p_check: bool = setting(
+        False, "find out whether GPUs reach each other's memory, and do without where they don't"
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceConfig:
     device: str | None = setting(None, "cpu or cuda; default: cuda where there is one")
+    base_gpu_id: int = setting(0, "the first rank's GPU on this machine", Legal(at_least=0))
+    watchdog_timeout: float = setting(
+        300.0, "seconds that a step may take beyond what is expected of it before the device "
+        "counts as lost", Legal(above=0),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +185,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)

@@ -45,6 +45,7 @@ class ExecutorOptions:
     num_token_ids: int | None = None  # ids that have a meaning; those beyond are never sampled
     backend: GraphBackend | None = None  # None: the device's
     sampler: Callable[..., Tensor] = sample  # `treadle.kernels.sampling.sample`'s arguments
+    starts: bool = True  # False: `start` is called by whoever runs it with other ranks
 
 
 def build_executor(
@@ -68,7 +69,10 @@ def build_executor(
     occupation = None
     if reload_weights is not None:
         occupation = Occupation(arena, runner, capture, reload_weights)
-    return DeviceExecutor(runner, device, options.depth, capture, occupation)
+    executor = DeviceExecutor(runner, device, options.depth, capture, occupation)
+    if options.starts:
+        executor.start()
+    return executor
 
 
 def _choose(

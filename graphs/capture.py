@@ -7,6 +7,7 @@ the launch thread and read from others.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,6 +43,7 @@ class GraphTable:
         self._parts = parts
         self._before_capture = before_capture
         self._graphs: dict[GraphKey, tuple[Graph, ...]] = {}
+        self._confirmed: set[GraphKey] = set()
         self.is_open = True  # False: what is there is kept, nothing is captured
 
     def choose(self, plan: StepPlan) -> GraphChoice:
@@ -59,17 +61,20 @@ class GraphTable:
                 False,
             )
         keys = keys_of(plan, choice)
-        replays = all(key in self._graphs for key in keys)
+        replays = all(key in self._confirmed for key in keys)
         return GraphChoice(choice.tokens, choice.rows, replays)
 
     def __contains__(self, key: GraphKey) -> bool:
-        return key in self._graphs
+        return key in self._confirmed
 
     def replay(self, key: GraphKey, part: int = 0) -> None:
         self._graphs[key][part].replay()
 
     def capture(self, key: GraphKey) -> None:
-        """Raises: CaptureError; the key's steps go on running eagerly."""
+        """Makes the graphs of a key; steps use them once they are confirmed.
+
+        Raises: CaptureError; the key's steps go on running eagerly.
+        """
         bodies = self._parts(key)
         if self.backend.needs_warm_up:
             self._before_capture()
@@ -81,16 +86,27 @@ class GraphTable:
                 raise CaptureError(f"its warm-up failed: {error}") from error
         self._graphs[key] = tuple(self.backend.capture(body) for body in bodies)
 
+    def confirm(self, key: GraphKey) -> None:
+        """Lets steps choose a key that every rank has captured; one that is gone stays so."""
+        if key in self._graphs:
+            self._confirmed.add(key)
+
+    def discard(self, key: GraphKey) -> None:
+        """Drops a key's graphs, if there are any."""
+        self._confirmed.discard(key)
+        self._graphs.pop(key, None)
+
     def clear(self) -> None:
         """Drops every graph."""
+        self._confirmed = set()
         self._graphs = {}
         self.backend.clear()
 
     def report(self) -> GraphReport:
-        keys = list(self._graphs)  # at once: the launch thread may be adding one
+        confirmed = tuple(self._confirmed)  # the launch thread may be adding one
         captured = {
-            "decode": tuple(sorted(key.rows for key in keys if key.kind == "decode")),
-            "prefill": tuple(sorted(key.tokens for key in keys if key.kind == "prefill")),
+            "decode": tuple(sorted(key.rows for key in confirmed if key.kind == "decode")),
+            "prefill": tuple(sorted(key.tokens for key in confirmed if key.kind == "prefill")),
         }
         planned = {
             "decode": len(self.buckets.decode_rows),
@@ -158,11 +174,14 @@ class BackgroundCapture:
         self._reserve = reserve_bytes
         self._in_background = in_background
         self._clock = clock
+        # how a capture comes about; over ranks it is a command, so that all capture in one order
+        self.request: Callable[[GraphKey], None] = self.capture
+        self.is_settled = threading.Event()  # unset while a requested capture has no outcome
+        self.is_settled.set()
         self._asked: Counter[GraphKey] = Counter()
         self._cost_ms: dict[str, float] = {}  # of the last capture, by kind
         self._cost_bytes: dict[str, int] = {}
         self._steps_since = 0
-        self.is_held = False  # True: nothing is captured for the time being
         self.start()
 
     def start(self) -> None:
@@ -177,8 +196,13 @@ class BackgroundCapture:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to capture by itself."""
-        return self.is_held or not self._in_background or not self._left
+        """Whether there is nothing to capture by itself, for now."""
+        return not self._in_background or not self._left or not self.is_settled.is_set()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether anything is left, in the background or not."""
+        return bool(self._left)
 
     def ask(self, keys: Sequence[GraphKey]) -> None:
         """A step ran eagerly for want of these."""
@@ -189,7 +213,13 @@ class BackgroundCapture:
         key = next(iter(self._left), None)
         if key is not None:
             self._log_begin()
-            self.capture(key)
+            self.request(key)
+
+    def one(self) -> None:
+        """One of what is left, in the background or not."""
+        key = next(iter(self._left), None)
+        if key is not None:
+            self.request(key)
 
     def all(self) -> None:
         """Captures everything now."""
@@ -200,7 +230,7 @@ class BackgroundCapture:
         """One capture, whatever it takes."""
         key = None if self.is_done else self._next()
         if key is not None:
-            self.capture(key)
+            self.request(key)
 
     def after_step(self, step_ms: float) -> None:
         """Perhaps one capture between two steps."""
@@ -214,26 +244,43 @@ class BackgroundCapture:
         is_seldom = self._steps_since >= STEPS_BETWEEN
         is_short = cost <= HARMLESS_SHARE * step_ms
         if cost <= self._budget_ms and self._budget_ms > 0 and (is_short or is_seldom):
-            self.capture(key)
+            self.request(key)
 
     def capture(self, key: GraphKey) -> None:
         """Captures or gives the key up; never raises for what a body does."""
+        if not self.begin(key):
+            return
+        try:
+            self.run(key)
+        except CaptureError as error:
+            self.settle(key, error)
+        else:
+            self.settle(key, None)
+
+    def begin(self, key: GraphKey) -> bool:
+        """Takes the key off the list. Returns whether there is room for its graphs."""
         del self._left[key]
         del self._asked[key]
         self._steps_since = 0
-        if self._is_too_large(key):
-            return
+        return key not in self._table and not self._is_too_large(key)
+
+    def run(self, key: GraphKey) -> None:
+        """Raises: CaptureError."""
         started, before = self._clock(), self._table.backend.num_bytes()
-        try:
-            self._table.capture(key)
-        except CaptureError as error:
-            logger.warning("No graph for %s, such steps run eagerly: %s", key, error)
-            self._give_up(key.kind)
+        self._table.capture(key)
+        elapsed = self._clock() - started
+        self._seconds[_phase(key)] += elapsed
+        self._cost_ms[key.kind] = 1e3 * elapsed
+        self._cost_bytes[key.kind] = self._table.backend.num_bytes() - before
+
+    def settle(self, key: GraphKey, error: BaseException | None) -> None:
+        """Lets steps use what was captured, or gives it up for the reason given."""
+        if error is None:
+            self._table.confirm(key)
         else:
-            elapsed = self._clock() - started
-            self._seconds[_phase(key)] += elapsed
-            self._cost_ms[key.kind] = 1e3 * elapsed
-            self._cost_bytes[key.kind] = self._table.backend.num_bytes() - before
+            logger.warning("No graph for %s, such steps run eagerly: %s", key, error)
+            self._table.discard(key)
+            self._give_up(key.kind)
         if not any(_phase(other) == _phase(key) for other in self._left):
             self._report(_phase(key))
 
@@ -281,7 +328,3 @@ class BackgroundCapture:
 
 def _phase(key: GraphKey) -> str:
     return "prefill" if key.kind == "prefill" else "decode"
-
-
-def missing(table: GraphTable, keys: Sequence[GraphKey]) -> list[GraphKey]:
-    return [key for key in keys if key not in table]

@@ -56,12 +56,14 @@ class HostDevice:
     """The CPU: every operation is done when its call returns.
 
     max_delay_s: tests set it, so that results reach their readers late by a random time.
+    num_threads: of the kernels; None: as many as there are cores.
     """
 
     is_host = True
 
-    def __init__(self, max_delay_s: float = 0.0) -> None:
+    def __init__(self, max_delay_s: float = 0.0, num_threads: int | None = None) -> None:
         self.torch_device = torch.device("cpu")
+        self._num_threads = num_threads
         self._max_delay_s = max_delay_s
 
     def staging(self, num_bytes: int) -> torch.Tensor:
@@ -82,6 +84,8 @@ class HostDevice:
 
     def enter_thread(self) -> None:
         torch.set_grad_enabled(False)
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)  # of this thread's parallel regions
 
     def free_bytes(self) -> int:
         return int(psutil.virtual_memory().available)
@@ -154,14 +158,16 @@ class _CudaEvent:
         self._event.synchronize()
 
 
-def open_device(name: str | None) -> Device:
+def open_device(name: str | None, num_threads: int | None = None) -> Device:
     """`cpu`, `cuda`, `cuda:1`, or None for a GPU where there is one.
+
+    num_threads: of a host's kernels; None: as many as there are cores.
 
     Raises: ValueError for another name or a GPU that is not there.
     """
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if name is None else name
     if chosen == "cpu":
-        return HostDevice()
+        return HostDevice(num_threads=num_threads)
     kind, _, index = chosen.partition(":")
     if kind != "cuda" or (index and not index.isdigit()):
         raise ValueError(f"device must be cpu, cuda or cuda:N, got {name!r}")

@@ -28,14 +28,11 @@ class Occupation:
         self._runner = runner
         self._capture = capture
         self._reload_weights = reload_weights
-        self._released: set[MemoryTag] = set()
 
     def release(self, tags: Collection[MemoryTag]) -> None:
         """Raises: RuntimeError when this memory cannot be given back."""
         for tag in tags:
             self._arena.release(tag)
-            self._released.add(tag)
-            self._capture.is_held = True  # a warm-up would touch what is gone
         if "cuda_graph" in tags:
             self._capture.stop()
             self._runner.graphs.clear()
@@ -50,5 +47,3 @@ class Occupation:
             self._reload_weights()
         if "cuda_graph" in tags:
             self._capture.start()
-        self._released -= set(tags)
-        self._capture.is_held = bool(self._released)

@@ -20,9 +20,10 @@ from treadle.graphs.buckets import Buckets, GraphKey
 from treadle.graphs.buffers import RowInputs
 from treadle.graphs.kv_memory import KvMemory
 from treadle.graphs.models.decoder import Activations, Decoder
+from treadle.kernels.collective import all_reduce_max
 from treadle.kernels.paged_attention import AttentionMeta
 from treadle.kernels.rows import gather_rows
-from treadle.kernels.sampling import sample
+from treadle.kernels.sampling import best_keys, ids_of, row_peaks, sample
 from treadle.kernels.slots import (
     SlotState,
     TokenInputs,
@@ -92,6 +93,19 @@ class Programs:
         most_rows = len(rows.slots)
         self._seq_lens = torch.zeros(most_rows, dtype=torch.int32, device=device)
         self._one_each = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
+
+    @property
+    def ids(self) -> slice:
+        """The token ids whose logits are here."""
+        return slice(self.decoder.first_id, self.decoder.first_id + self.decoder.num_ids)
+
+    @property
+    def _num_columns(self) -> int:
+        """Logits here that may be sampled."""
+        first_id, count = self.decoder.first_id, self.decoder.num_ids
+        if self._num_token_ids is None:
+            return count
+        return max(0, min(count, self._num_token_ids - first_id))
 
     @property
     def num_layers(self) -> int:
@@ -204,6 +218,16 @@ class Programs:
     def _sample(self, rows: int, outputs: Outputs) -> None:
         slots, temperature = self._rows.slots[:rows], self._rows.temperature[:rows]
         seeds, positions = sampling_state(self.state, slots)
-        logits = outputs.logits[:, : self._num_token_ids]
-        self._sampler(logits, temperature, seeds, positions, outputs.tokens)
+        group = self.decoder.parallel.group
+        if group is None:
+            logits = outputs.logits[:, : self._num_token_ids]
+            self._sampler(logits, temperature, seeds, positions, outputs.tokens)
+        else:  # every rank has some columns, and all end with the same tokens
+            logits = outputs.logits[:, : self._num_columns]
+            peaks = row_peaks(logits)
+            all_reduce_max(peaks, group)
+            first_id = self.decoder.first_id
+            keys = best_keys(logits, temperature, seeds, positions, first_id, peaks)
+            all_reduce_max(keys, group)
+            ids_of(keys, outputs.tokens)
         feed_back(self.state, slots, outputs.tokens)

@@ -87,7 +87,8 @@ class Runner:
         prepare = self._decode if is_decode else self._prefill
         ragged = prepare(step.seq, plan, choice, forwarded)
         if "banned_row" in ragged:
-            ban(outputs.logits, ragged["banned_row"], ragged["banned_id"])
+            first_id = self._programs.decoder.first_id
+            ban(outputs.logits, ragged["banned_row"], ragged["banned_id"], first_id)
         return forwarded
 
     @torch.inference_mode()
@@ -99,10 +100,10 @@ class Runner:
         outputs, count = forwarded.outputs, len(forwarded.sampling_rows)
         if not forwarded.is_sampled and count:
             if mask is not None:
-                logits = outputs.logits[:count, : mask.shape[1]]
-                slot, allowed = step.seq % (self._depth + 1), mask[forwarded.sampling_rows]
-                arrived = self._masks.fill(slot, {"allowed": allowed})
-                mask_logits(logits, arrived["allowed"])
+                slot, ids = step.seq % (self._depth + 1), self._programs.ids
+                allowed = np.ascontiguousarray(mask[forwarded.sampling_rows][:, ids])
+                arrived = self._masks.fill(slot, {"allowed": allowed})["allowed"]
+                mask_logits(outputs.logits[:count, : allowed.shape[1]], arrived)
             choice = step.choice or self.graphs.choose(step.plan)
             if choice.replays:
                 self.graphs.replay(GraphKey("sample", choice.rows, choice.rows))

@@ -13,6 +13,7 @@ from torch import Tensor
 from treadle.kernels import host
 
 _gather_rows = host.function("treadle_gather_rows", [*[host.POINTER] * 3, *[host.SIZE] * 2])
+_gather_part = host.function("treadle_gather_part", [*[host.POINTER] * 3, *[host.SIZE] * 4])
 _add = host.function("treadle_add", [host.INT, *[host.POINTER] * 2, host.SIZE])
 _widen = host.function("treadle_widen", [*[host.POINTER] * 2, host.SIZE])
 
@@ -36,6 +37,30 @@ def gather_rows(
         return out
     torch.index_select(table, 0, indices, out=out)
     return out
+
+
+def gather_part(
+    table: Tensor,  # [N, D] contiguous: rows first, first + 1 ... of a larger one
+    indices: Tensor,  # [T] int64, into the larger table
+    first: int,
+    out: Tensor,  # [T, D] contiguous
+) -> None:
+    """The rows that this table has; zeros for the others."""
+    if _gather_part is not None and table.is_cpu:
+        _gather_part(
+            table.data_ptr(),
+            indices.data_ptr(),
+            out.data_ptr(),
+            len(indices),
+            table.shape[1] * table.itemsize,
+            first,
+            len(table),
+        )
+        return
+    places = indices - first
+    kept = places.clamp(0, len(table) - 1)
+    torch.index_select(table, 0, kept, out=out)
+    out.masked_fill_((places != kept).unsqueeze(1), 0)
 
 
 def add_to(total: Tensor, x: Tensor) -> None:

@@ -22,6 +22,8 @@ from treadle.tools.version import treadle_version
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9}
 
+RANK_FLAGS = ("tp_size", "tp", "tensor_parallel_size")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
@@ -33,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if unknown:
         parser.error(_unknown(unknown[0], options.known))
-    _log_to_stderr(options.log_level)
+    has_ranks = any((getattr(options, name, 1) or 1) > 1 for name in RANK_FLAGS)
+    _log_to_stderr(options.log_level, " TP0" if has_ranks else "")
     try:
         exit_code: int = (_explain if options.explain else options.run)(options)
     except TreadleError as error:
@@ -191,10 +194,11 @@ def _reading(each: Field[Any], name: str) -> dict[str, Any]:
     }
 
 
-def _log_to_stderr(level: str) -> None:
+def _log_to_stderr(level: str, rank: str) -> None:
+    """rank: as the lines of one of several ranks begin, ` TP0`, or nothing."""
     logging.basicConfig(
         level=level.upper(),
-        format="[%(asctime)s] %(message)s",
+        format=f"[%(asctime)s{rank}] %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
         stream=sys.stderr,
     )

@@ -20,9 +20,17 @@ logger = logging.getLogger("treadle")
 
 
 def start_compiling(
-    spec: DecoderSpec, dtype: torch.dtype, resolved: Resolved, device: Device, num_token_ids: int
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    resolved: Resolved,
+    device: Device,
+    num_token_ids: int,
+    is_sharded: bool,
 ) -> Callable[[], None]:
-    """Returns what waits for the kernels. A failure costs time later, and is a warning."""
+    """Returns what waits for the kernels. A failure costs time later, and is a warning.
+
+    spec: of this rank's part of the model. num_token_ids: of the whole.
+    """
     if device.is_host or not gpu.HAS_TRITON:
         return lambda: None
     from treadle.kernels.gpu.compile_ahead import ModelShape, compile_ahead
@@ -39,13 +47,14 @@ def start_compiling(
         intermediate_size=spec.intermediate_size,
         is_gelu=spec.activation != "silu",
         vocab_size=spec.vocab_size,
-        num_token_ids=num_token_ids,
+        num_token_ids=min(num_token_ids, spec.vocab_size),
         dtype=dtype,
         kv_dtype=dtype,
         page_size=resolved.page_size,
         windows=frozenset(spec.windows),
         max_rows=resolved.max_running_requests,
         max_tokens=largest,
+        is_sharded=is_sharded,
     )
     pool = ThreadPoolExecutor(1, thread_name_prefix="treadle-compile")
     running = pool.submit(compile_ahead, shape, device.torch_device)

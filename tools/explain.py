@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from treadle.engine.config import EngineConfig
 from treadle.engine.settings import flag
-from treadle.tools.compose import Survey, survey
+from treadle.tools.survey import Survey, survey
 
 VALUE_WIDTH = 16  # paths and lists are longer and stick out
 WHOLE_LIST = 8  # numbers; of longer lists the first ones and the last

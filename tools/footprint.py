@@ -1,4 +1,4 @@
-"""What a model takes on a device: weights, KV, and the activations of a step.
+"""What a model takes on the device of one rank: weights, KV, and the activations of a step.
 
 Knows a model's description; reads no checkpoint and allocates nothing.
 """
@@ -13,15 +13,28 @@ from treadle.engine.memory import ModelFacts
 from treadle.graphs.kv_memory import KvShape
 from treadle.graphs.models.parameters import parameter_shapes
 from treadle.graphs.models.spec import DecoderSpec
+from treadle.graphs.parallel import SINGLE, TensorParallel, local_spec
 from treadle.tools.machine import Room
 
 FP32_BYTES = 4
 
 
 def model_facts(
-    spec: DecoderSpec, dtype: torch.dtype, room: Room, *, weights_loaded: bool, is_host: bool
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    room: Room,
+    *,
+    weights_loaded: bool,
+    is_host: bool,
+    parallel: TensorParallel = SINGLE,
 ) -> ModelFacts:
-    """weights_loaded: whether `room` was measured beside the weights."""
+    """Of one rank; all have the same but for the room.
+
+    spec: of the whole model; the functions below take a rank's, `local_spec`.
+    weights_loaded: whether `room` was measured beside the weights.
+    Raises: ValueError when so many ranks cannot share the model.
+    """
+    spec = local_spec(spec, parallel)
     weights = weight_bytes(spec, dtype)
     return ModelFacts(
         max_position=spec.max_position,

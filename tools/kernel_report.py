@@ -118,6 +118,7 @@ def _logit_cases() -> dict[str, Callable[[], object]]:
         "greedy": lambda: sampling.sample(logits, None, ids, ids),
         "tempered": lambda: sampling.sample(logits, ones, ids, ids),
         "filtered": lambda: sampling.sample(logits, ones, ids, ids, filters),
+        "a rank's part": lambda: sampling.best_keys(logits, ones, ids, ids, vocab, ones),
         "bitmask": lambda: bitmask.apply_bitmask(logits, words),
         "penalties": lambda: penalties.penalize(logits, ids, counts, words, ones, ones, ones),
         "count": lambda: penalties.count_tokens(counts, ids, ids),

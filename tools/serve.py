@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from treadle.engine import Engine
+from treadle.engine.config import EngineConfig
 from treadle.engine.interpreter import own_interpreter
 from treadle.http.server import ServerSettings, run
 from treadle.http.server import serve as serve_http
@@ -26,7 +27,16 @@ LOST_GRACE_S = 3.0  # for the threads of a lost device to end
 
 
 def serve(options: argparse.Namespace, flags: Mapping[str, Any]) -> int:
-    """Serves until a signal and returns 0, or 1 when the device was lost on the way."""
+    """Serves until a signal and returns 0, or 1 when the device was lost on the way.
+
+    A process whose ranks belong to an engine served elsewhere runs them until that engine ends.
+    """
+    config = EngineConfig.from_flags(flags)
+    is_launched = "TORCHELASTIC_RUN_ID" in os.environ  # by torchrun
+    if config.parallel.node_rank or (is_launched and os.environ["RANK"] != "0"):
+        from treadle.tools.parallel import follow
+
+        return follow(config)
     own_interpreter()
     return run(_serve(options, flags))
 

@@ -21,9 +21,9 @@ from treadle.engine.info import EngineInfo
 
 logger = logging.getLogger("treadle")
 
-Phase = Literal["imports", "description", "tokenizer", "weights", "kv_memory", "graphs"]
+Phase = Literal["imports", "description", "tokenizer", "ranks", "weights", "kv_memory", "graphs"]
 PHASES: tuple[Phase, ...] = (
-    "imports", "description", "tokenizer", "weights", "kv_memory", "graphs",
+    "imports", "description", "tokenizer", "ranks", "weights", "kv_memory", "graphs",
 )  # fmt: skip
 _START_TIME_FIELD = 19  # of /proc/self/stat, counted behind the command's name
 

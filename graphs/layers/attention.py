@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from treadle.graphs.layers.linear import Linear
+from treadle.graphs.layers.linear import Linear, Projection
 from treadle.graphs.layers.norm import RmsNorm
 from treadle.graphs.layers.rotary import Rotary
 from treadle.kernels.kv_store import store_kv
@@ -49,7 +49,7 @@ class Attention:
     """Grouped-query attention. `project`, `attend` and `output` are cut apart for graph capture."""
 
     qkv: Linear  # [(H + 2K) * D, hidden], query rows first
-    o: Linear  # [hidden, H * D]
+    o: Projection  # [hidden, H * D]
     q_norm: RmsNorm | None
     k_norm: RmsNorm | None
     rotary: Rotary

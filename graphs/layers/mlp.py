@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from treadle.graphs.layers.linear import Linear
+from treadle.graphs.layers.linear import Linear, Projection
 from treadle.graphs.models.spec import Activation
 from treadle.kernels.activation import gelu_tanh_and_mul, silu_and_mul
 
@@ -23,7 +23,7 @@ _GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
     gate_up: Linear  # [2 * intermediate, hidden], the gate's rows first
-    down: Linear  # [hidden, intermediate]
+    down: Projection  # [hidden, intermediate]
     activation: Activation
 
     def __call__(self, x: Tensor) -> Tensor:  # [T, hidden] -> [T, hidden]

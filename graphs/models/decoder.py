@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from treadle.graphs.layers.attention import Attention, Backend, KvCache
-from treadle.graphs.layers.linear import Linear
+from treadle.graphs.layers.embedding import Embedding, SharedEmbedding
+from treadle.graphs.layers.linear import Linear, Projection, ReducedLinear
 from treadle.graphs.layers.mlp import GatedMlp
 from treadle.graphs.layers.norm import RmsNorm
 from treadle.graphs.layers.rotary import Rotary
 from treadle.graphs.models.parameters import layer_parameter
 from treadle.graphs.models.spec import DecoderSpec
+from treadle.graphs.parallel import SINGLE, TensorParallel, local_spec, share
 from treadle.kernels.paged_attention import AttentionMeta, paged_attention
-from treadle.kernels.rows import add_to, gather_rows, widen
+from treadle.kernels.rows import add_to, widen
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +72,28 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Runs under `torch.inference_mode`; holds parameters, never a cache."""
+    """Runs under `torch.inference_mode`; holds parameters, never a cache.
 
-    def __init__(self, spec: DecoderSpec, parameters: Mapping[str, Tensor]) -> None:
-        """parameters: as `parameter_shapes(spec)` says, all of one dtype, on one device."""
-        self.spec = spec
+    One of several ranks that share a model holds its part, and computes with the others in step:
+    its heads, its rows of the vocabulary, all of every hidden state.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        parameters: Mapping[str, Tensor],
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        """spec: of the whole model; the decoder's own is `local_spec`.
+
+        parameters: as `parameter_shapes` of that says, all of one dtype, on one device.
+        """
+        self.parallel = parallel
+        ids = share(spec, "vocab", parallel)
+        self.first_id, self.num_ids = ids.start, len(ids)  # rows beyond them are padding
+        self.spec = spec = local_spec(spec, parallel)
         self.embedding = parameters["embedding"]  # [V, hidden]
+        self._embed = self._embedding()
         self.rotary = Rotary(spec.rope, spec.max_position, self.embedding.device)
         self.layers = [self._layer(parameters, index) for index in range(spec.num_layers)]
         self.attention_backend: Backend = paged_attention
@@ -104,7 +122,7 @@ class Decoder:
         residual = activations.residual
         following = self.layers[index] if index < len(self.layers) else None
         if index == 0:
-            gather_rows(self.embedding, activations.token_ids, out=residual)
+            self._embed(activations.token_ids, residual)
             if following is None:
                 return
             normed = following.attention_norm(residual)
@@ -155,6 +173,7 @@ class Decoder:
         hidden: Tensor,  # [N, hidden] the rows of `forward`'s result that need logits
         out: Tensor | None = None,  # [N, V] fp32
     ) -> Tensor:  # [N, V] fp32
+        """Of this rank's rows of the vocabulary: `num_ids` from `first_id` on, then padding."""
         if out is None:
             shape = (len(hidden), len(self.head.weight))
             out = torch.empty(shape, dtype=torch.float32, device=hidden.device)
@@ -165,6 +184,11 @@ class Decoder:
             widen(self.head(normed), out)
         return out
 
+    def _embedding(self) -> Embedding | SharedEmbedding:
+        if self.parallel.size == 1:
+            return Embedding(self.embedding)
+        return SharedEmbedding(self.embedding, self.first_id, self.parallel.group)
+
     def _layer(self, parameters: Mapping[str, Tensor], index: int) -> DecoderLayer:
         spec = self.spec
 
@@ -172,12 +196,19 @@ class Decoder:
             weight = parameters[layer_parameter(index, f"{name}.weight")]
             return Linear(weight, parameters.get(layer_parameter(index, f"{name}.bias")))
 
+        def reduced(name: str) -> Projection:
+            whole, parallel = linear(name), self.parallel
+            if parallel.size == 1:
+                return whole
+            bias = whole.bias if parallel.rank == 0 else None
+            return ReducedLinear(whole.weight, bias, parallel.group)
+
         def norm(name: str) -> RmsNorm:
             return RmsNorm(parameters[layer_parameter(index, name)], spec.norm_eps)
 
         attention = Attention(
             qkv=linear("qkv"),
-            o=linear("o"),
+            o=reduced("o"),
             q_norm=norm("q_norm") if spec.qk_norm else None,
             k_norm=norm("k_norm") if spec.qk_norm else None,
             rotary=self.rotary,
@@ -186,5 +217,5 @@ class Decoder:
             head_dim=spec.head_dim,
             window=spec.windows[index],
         )
-        mlp = GatedMlp(linear("gate_up"), linear("down"), spec.activation)
+        mlp = GatedMlp(linear("gate_up"), reduced("down"), spec.activation)
         return DecoderLayer(norm("attention_norm"), attention, norm("mlp_norm"), mlp)

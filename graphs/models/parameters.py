@@ -5,9 +5,15 @@ Knows no checkpoint: adapters say which checkpoint tensor lies where in which pa
 
 from __future__ import annotations
 
+from typing import Literal
+
 from treadle.graphs.models.spec import DecoderSpec
 
 Shape = tuple[int, ...]
+
+# What a dimension is made of, where ranks share it out: query heads, kv heads, the feed-forward
+# block's inner features, token ids.
+Split = Literal["heads", "kv_heads", "intermediate", "vocab"]
 
 
 def parameter_shapes(spec: DecoderSpec) -> dict[str, Shape]:

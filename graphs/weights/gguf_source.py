@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from treadle.graphs.models.adapters.base import Placement
 from treadle.graphs.models.parameters import Shape
 from treadle.graphs.weights.errors import CheckpointError
 from treadle.graphs.weights.gguf_file import GgufFile, GgufTensor
+from treadle.graphs.weights.parts import Part
 
 # Numbers dequantized at once: a few MB of temporaries. A quarter of it loads Q4_1 a third slower,
 # by numpy's call overhead; twice as much gains nothing; and a second thread gains a quarter, but
@@ -48,34 +51,48 @@ class GgufSource:
     def name_of(self, placement: Placement) -> str:
         return placement.gguf_name
 
-    def read(self, placement: Placement, destination: Tensor) -> None:
-        tensor = self._file.tensors[placement.gguf_name]
+    def read(self, part: Part, destination: Tensor) -> None:
+        name, heads = part.own.gguf_name, part.own.rotary_heads
+        tensor = self._file.tensors[name]
         flat = destination.view(-1)
         piece_size = _HOST_PIECE if flat.device.type == "cpu" else _CHUNK
         start = 0
         try:
-            for chunk in _chunks(tensor):
+            for chunk in _chunks(tensor, part.box):
                 for piece in torch.split(chunk, piece_size):
                     flat[start : start + len(piece)].copy_(piece)
                     start += len(piece)
         except NotImplementedError as error:
             raise CheckpointError(
-                f"{self.label}: tensor {placement.gguf_name} is stored as {tensor.kind.name}, "
+                f"{self.label}: tensor {name} is stored as {tensor.kind.name}, "
                 "which the gguf package cannot dequantize"
             ) from error
-        if self._interleaved and placement.rotary_heads:
-            destination.copy_(_split_pairs(destination, placement.rotary_heads))
+        if self._interleaved and heads:
+            destination.copy_(_split_pairs(destination, heads))
 
 
-def _chunks(tensor: GgufTensor) -> Iterator[Tensor]:
-    """The numbers, whole rows at a time, flat."""
-    rows_at_once = max(1, _CHUNK // tensor.shape[-1])
-    for start in range(0, len(tensor.blocks), rows_at_once):
-        blocks = tensor.blocks[start : start + rows_at_once].reshape(1, -1)
-        if (dtype := _PLAIN.get(tensor.kind)) is not None:
-            yield torch.from_numpy(blocks.copy()).view(dtype).view(-1)
-        else:
-            yield torch.from_numpy(dequantize(blocks, tensor.kind).reshape(-1))
+def _chunks(tensor: GgufTensor, box: tuple[range, ...]) -> Iterator[Tensor]:
+    """The numbers of the box, some rows at a time, flat; only the blocks that it touches."""
+    *outer, columns = box
+    rows = outer[0] if outer else range(1)
+    block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
+    first, last = columns.start // block, -(-columns.stop // block)
+    width, skipped = (last - first) * block, columns.start - first * block
+    rows_at_once = max(1, _CHUNK // width)
+    for start in range(rows.start, rows.stop, rows_at_once):
+        stop = min(start + rows_at_once, rows.stop)
+        touched = tensor.blocks[start:stop, first * block_bytes : last * block_bytes]
+        numbers = _numbers(touched.reshape(1, -1), tensor.kind).view(-1, width)
+        yield numbers[:, skipped : skipped + len(columns)].reshape(-1)
+
+
+def _numbers(
+    blocks: npt.NDArray[np.uint8],  # [1, bytes]
+    kind: GGMLQuantizationType,
+) -> Tensor:
+    if (dtype := _PLAIN.get(kind)) is not None:
+        return torch.from_numpy(blocks.copy()).view(dtype)
+    return torch.from_numpy(dequantize(blocks, kind))
 
 
 def _split_pairs(

@@ -19,11 +19,13 @@ from treadle.graphs.models.decoder import Decoder
 from treadle.graphs.models.hf_config import HfConfig
 from treadle.graphs.models.parameters import Shape, parameter_shapes
 from treadle.graphs.models.spec import DecoderSpec
+from treadle.graphs.parallel import SINGLE, TensorParallel, local_spec
 from treadle.graphs.weights.dummy import fill_randomly
 from treadle.graphs.weights.errors import CheckpointError
 from treadle.graphs.weights.gguf_file import read_gguf
 from treadle.graphs.weights.gguf_source import GgufSource
 from treadle.graphs.weights.gguf_spec import gguf_spec
+from treadle.graphs.weights.parts import rank_parts
 from treadle.graphs.weights.safetensors_source import SafetensorsSource
 from treadle.graphs.weights.source import Progress, TensorSource, fill_parameters
 
@@ -86,6 +88,7 @@ def load_model(
     allocate: Allocate,
     progress: Progress | None = None,
     seed: int = 0,
+    parallel: TensorParallel = SINGLE,
 ) -> Loaded:
     """Makes a decoder with the checkpoint's weights, converted to dtype.
 
@@ -93,12 +96,15 @@ def load_model(
     load_format: one of LOAD_FORMATS; dummy reads no weights and draws random ones from the seed.
     allocate: makes the memory of each parameter; it is filled in place.
     progress: called with the bytes of parameters filled so far, and of all.
-    Raises: CheckpointError when the checkpoint does not fit the spec or cannot be read.
+    parallel: the rank whose part is made and read; the spec is the whole model's all the same.
+    Raises: CheckpointError when the checkpoint does not fit the spec or cannot be read; ValueError
+        when so many ranks cannot share the model.
     """
+    shapes = parameter_shapes(local_spec(spec, parallel))
     source = _open_source(path, spec, load_format)
-    parameters = {name: allocate(shape, dtype) for name, shape in parameter_shapes(spec).items()}
-    _fill(parameters, spec, source, seed, progress)
-    return Loaded(Decoder(spec, parameters), parameters)
+    parameters = {name: allocate(shape, dtype) for name, shape in shapes.items()}
+    _fill(parameters, spec, source, seed, progress, parallel)
+    return Loaded(Decoder(spec, parameters, parallel), parameters)
 
 
 def load_decoder(
@@ -132,12 +138,13 @@ def reload_parameters(
     load_format: str,
     progress: Progress | None = None,
     seed: int = 0,
+    parallel: TensorParallel = SINGLE,
 ) -> None:
     """Fills a loaded decoder's parameters again, in place; arguments as for `load_model`.
 
     Raises: CheckpointError; some parameters may have been filled by then.
     """
-    _fill(parameters, spec, _open_source(path, spec, load_format), seed, progress)
+    _fill(parameters, spec, _open_source(path, spec, load_format), seed, progress, parallel)
 
 
 def _fill(
@@ -146,12 +153,13 @@ def _fill(
     source: TensorSource | None,
     seed: int,
     progress: Progress | None,
+    parallel: TensorParallel,
 ) -> None:
+    parts = rank_parts(spec, parallel)
     if source is None:
-        fill_randomly(parameters, seed, progress)
+        fill_randomly(parameters, seed, progress, parts)
     else:
-        placements = find_adapter([spec.architecture]).placements(spec)
-        fill_parameters(parameters, placements, source, progress)
+        fill_parameters(parameters, parts, source, progress)
 
 
 def _open_source(path: Path, spec: DecoderSpec, load_format: str) -> TensorSource | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from treadle.graphs.models.adapters.base import Placement
 from treadle.graphs.models.parameters import Shape
 from treadle.graphs.weights.errors import CheckpointError
+from treadle.graphs.weights.parts import Part
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -52,15 +53,16 @@ class SafetensorsSource:
             return None
         return _DTYPES.get(self._files[name].get_slice(name).get_dtype())
 
-    def read(self, placement: Placement, destination: Tensor) -> None:
-        name = placement.name
+    def read(self, part: Part, destination: Tensor) -> None:
+        name = part.whole.name
         if self.dtype_of(name) is None:
             stored = self._files[name].get_slice(name).get_dtype()
             raise CheckpointError(
                 f"{self.label}: tensor {name} is stored as {stored}, which is not supported; "
                 f"known: {', '.join(_DTYPES)}"
             )
-        destination.copy_(self._files[name].get_tensor(name))
+        box = tuple(slice(kept.start, kept.stop) for kept in part.box)
+        destination.copy_(self._files[name].get_slice(name)[box])
 
     def _open(self, path: Path) -> None:
         try:

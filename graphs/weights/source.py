@@ -14,6 +14,7 @@ from torch import Tensor
 from treadle.graphs.models.adapters.base import Placement
 from treadle.graphs.models.parameters import Shape
 from treadle.graphs.weights.errors import CheckpointError
+from treadle.graphs.weights.parts import Part
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ class TensorSource(Protocol):
     def name_of(self, placement: Placement) -> str:
         """The name that this format gives the tensor."""
 
-    def read(self, placement: Placement, destination: Tensor) -> None:
-        """Writes the tensor into the destination, converted to its dtype and device.
+    def read(self, part: Part, destination: Tensor) -> None:
+        """Writes the part's box into the destination, converted to its dtype and device.
+
+        No more of the checkpoint is read than the box, where the format can be cut there.
 
         Raises: CheckpointError when the stored type cannot be read.
         """
@@ -56,23 +59,25 @@ class TensorSource(Protocol):
 
 def fill_parameters(
     parameters: Mapping[str, Tensor],
-    placements: Sequence[Placement],
+    parts: Sequence[Part],
     source: TensorSource,
     progress: Progress | None,
 ) -> None:
-    """Reads every placement into its rows, one tensor at a time.
+    """Reads every part into its rows, one tensor at a time; rows that only pad become 0.
 
     progress: called with the bytes of parameters filled so far, and of all.
     Raises: CheckpointError for a missing tensor or another shape than the config asks for.
     """
-    _check(placements, source)
+    _check([part.whole for part in parts], source)
     total = sum(tensor.nbytes for tensor in parameters.values())
     done = 0
-    for placement in placements:
-        rows = placement.shape[0]
-        destination = parameters[placement.parameter].narrow(0, placement.row, rows)
-        source.read(placement, destination)
-        done += destination.nbytes
+    for part in parts:
+        own, count = part.own, len(part.box[0])
+        rows = parameters[own.parameter].narrow(0, own.row, own.shape[0])
+        if count:
+            source.read(part, rows[:count])
+        rows[count:].zero_()
+        done += rows.nbytes
         if progress is not None:
             progress(done, total)
 

@@ -56,6 +56,7 @@ class ModelShape:
     max_tokens: int  # of a step
     triton_attention: bool = True
     triton_sampling: bool = True
+    is_sharded: bool = False  # the logits are a part of the vocabulary, of one rank of several
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,12 @@ def _attend(shape: ModelShape, tokens: int, rows: int, max_q_len: int) -> None:
 def _sample(shape: ModelShape, rows: int) -> None:
     logits = torch.empty(rows, shape.vocab_size, device="meta")[:, : shape.num_token_ids]
     integers = torch.empty(rows, dtype=torch.int64, device="meta")
-    for temperature in (None, torch.empty(rows, device="meta")):
+    numbers = torch.empty(rows, device="meta")
+    if shape.is_sharded:
+        sampling.row_peaks(logits)
+        sampling.best_keys(logits, numbers, integers, integers, 0, numbers)
+        return
+    for temperature in (None, numbers):
         sampling.sample(logits, temperature, integers, integers)
 
 

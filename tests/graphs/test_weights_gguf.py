@@ -22,6 +22,7 @@ from treadle.graphs.models.spec import DivisorScaling, LinearScaling, LongRopeSc
 from treadle.graphs.weights.gguf_file import read_gguf, read_metadata
 from treadle.graphs.weights.gguf_source import GgufSource
 from treadle.graphs.weights.load import CheckpointError, read_spec
+from treadle.graphs.weights.parts import Part
 from treadle.tools.tiny_model import make_folder, make_gguf
 
 Load = Callable[..., Decoder]
@@ -61,7 +62,8 @@ def random_blocks(kind: str, rows: int, columns: int) -> Any:
 
 def read(source: GgufSource, shape: Sequence[int], heads: int = 0) -> Tensor:
     out = torch.full(tuple(shape), torch.nan)
-    source.read(Placement("w", "w", "w", 0, tuple(shape), heads), out)
+    place = Placement("w", "w", "w", 0, tuple(shape), heads)
+    source.read(Part(place, place, tuple(map(range, shape))), out)
     return out
 
 

@@ -30,6 +30,8 @@ CASES: list[tuple[Callable[..., Any], ModuleType, str, int]] = [
     (kv_store.store_kv, gpu_kv_store, "store_kv", 5),
     (paged_attention.paged_attention, gpu_attention, "paged_attention", 5),
     (sampling.sample, gpu_sampling, "sample", 4),
+    (sampling.row_peaks, gpu_sampling, "row_peaks", 1),
+    (sampling.best_keys, gpu_sampling, "best_keys", 6),
 ]
 
 

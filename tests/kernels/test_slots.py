@@ -20,7 +20,7 @@ def module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
         for name in ("_prepare_decode", "_prepare_tokens", "_update_pages", "_sampling_state",
                      "_feed_back"):  # fmt: skip
             monkeypatch.setattr(slots, name, None)
-        for name in ("_gather_rows", "_add", "_widen"):
+        for name in ("_gather_rows", "_gather_part", "_add", "_widen"):
             monkeypatch.setattr(rows, name, None)
     return slots
 
@@ -121,3 +121,21 @@ def test_rows_are_picked_added_and_widened(
     wide = torch.full((9, size), torch.nan)
     rows.widen(x, wide)
     assert torch.equal(wide, x.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 7, 5000])
+@pytest.mark.parametrize(("first", "count"), [(0, 50), (0, 16), (16, 16), (40, 10), (50, 16)])
+def test_rows_of_a_part_are_picked_and_others_are_zero(
+    module: ModuleType, first: int, count: int, size: int, dtype: torch.dtype
+) -> None:
+    whole = torch.randn(70, size).to(dtype)
+    whole[0] = torch.nan  # nothing but zeros may come of rows elsewhere
+    part = whole[first : first + count].clone()
+    indices = torch.cat([torch.randint(0, 50, (60,)), torch.tensor([0, 15, 16, 31, 32, 49])])
+    out = torch.full((len(indices), size), torch.nan, dtype=dtype)
+    rows.gather_part(part, indices, first, out)
+    inside = (indices >= first) & (indices < first + count)
+    expected = whole[indices].masked_fill(~inside.unsqueeze(1), 0)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(), expected.nan_to_num())

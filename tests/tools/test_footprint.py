@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from treadle.graphs.models.decoder import Decoder
-from treadle.graphs.weights.load import load_decoder, read_spec
+from treadle.graphs.parallel import TensorParallel, local_spec
+from treadle.graphs.weights.load import load_decoder, load_model, read_spec
 from treadle.kernels.paged_attention import AttentionMeta
 from treadle.kernels.sampling import sample
 from treadle.tools.footprint import (
@@ -37,10 +37,10 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: set[int] = set()
 
     def __torch_dispatch__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function.is_view:  # type: ignore[attr-defined]
+        if function.is_view:
             return out
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(tensor, torch.Tensor):
@@ -61,12 +61,21 @@ class Peak(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now -= size
 
 
-@pytest.fixture(params=[("llama", torch.float32), ("qwen3", torch.bfloat16)])
+@pytest.fixture(
+    params=[("llama", torch.float32, 1), ("qwen3", torch.bfloat16, 1), ("qwen2", torch.bfloat16, 2)]
+)
 def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> Decoder:
-    arch, dtype = request.param
+    """The whole model, or a rank's part of it that computes alone."""
+    arch, dtype, size = request.param
     folder = make_folder(tmp_path / arch, arch, overrides=WIDE)
-    spec = read_spec(folder)
-    return load_decoder(folder, spec, load_format="dummy", dtype=dtype, device=torch.device("cpu"))
+    return load_model(
+        folder,
+        read_spec(folder),
+        load_format="dummy",
+        dtype=dtype,
+        allocate=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        parallel=TensorParallel(0, size),
+    ).decoder
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -133,6 +142,34 @@ def test_facts_before_and_after_loading_agree(tmp_path: Path) -> None:
     assert before == after and before.free_bytes == 10**9 and before.total_bytes == free
     assert before.bytes_per_token == kv_shape(spec, torch.float32).bytes_per_token
     assert before.max_position == spec.max_position
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_facts_of_a_rank_are_those_of_its_part(arch: str, size: int, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / arch, arch, overrides={"vocab_size": 390})
+    spec, place = read_spec(folder), TensorParallel(size - 1, size)
+    loaded = load_model(
+        folder,
+        spec,
+        load_format="dummy",
+        dtype=torch.bfloat16,
+        allocate=lambda shape, dtype: torch.empty(shape, dtype=dtype),
+        parallel=place,
+    )
+    room = Room(10**9, 10**8)
+    facts = model_facts(
+        spec, torch.bfloat16, room, weights_loaded=False, is_host=True, parallel=place
+    )
+    assert facts.weight_bytes == sum(tensor.nbytes for tensor in loaded.parameters.values())
+    assert facts.free_bytes == room.free - facts.weight_bytes
+    own = loaded.decoder.spec
+    assert own == local_spec(spec, place)
+    # two kv heads in all: each rank holds one of them
+    assert facts.bytes_per_token == 2 * spec.num_layers * spec.head_dim * 2
+    assert facts.step_bytes_per_token == step_bytes_per_token(own, torch.bfloat16)
+    assert facts.step_bytes_per_row == step_bytes_per_row(own, torch.bfloat16)
+    assert own.vocab_size * size >= 390 > own.vocab_size * size - 16 * size
 
 
 def test_weights_beyond_the_free_memory_leave_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from treadle.graphs.models.hf_config import HfConfig
-from treadle.graphs.models.parameters import Shape
+from treadle.graphs.models.parameters import Shape, Split
 from treadle.graphs.models.rope_config import extended_max_position, rope_spec
 from treadle.graphs.models.spec import Activation, DecoderSpec
 
@@ -33,6 +33,8 @@ class Placement:
     row: int  # the first row it fills
     shape: Shape  # of the checkpoint tensor
     rotary_heads: int = 0  # heads whose rows some GGUF files interleave; 0: not rotated
+    row_split: Split | None = None  # what the rows are made of; None: every rank has all of them
+    column_split: Split | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from treadle.graphs.models.adapters.base import Placement
-from treadle.graphs.models.parameters import layer_parameter
+from treadle.graphs.models.parameters import Split, layer_parameter
 from treadle.graphs.models.spec import DecoderSpec
 
 
@@ -21,21 +21,26 @@ class _Projection:
     rows: int
     columns: int
     has_bias: bool
+    row_split: Split | None
+    column_split: Split | None = None
     rotary_heads: int = 0
 
 
 def llama_placements(spec: DecoderSpec) -> list[Placement]:
     """Names of Llama and of all that follow it, with biases and qk-norm as the spec says."""
-    hidden, embedding = (spec.hidden_size,), (spec.vocab_size, spec.hidden_size)
-    places = [
-        Placement("model.embed_tokens.weight", "token_embd.weight", "embedding", 0, embedding)
-    ]
+    places = [_table(spec, "model.embed_tokens.weight", "token_embd.weight", "embedding")]
     for index in range(spec.num_layers):
         places += _layer(spec, index)
+    hidden = (spec.hidden_size,)
     places.append(Placement("model.norm.weight", "output_norm.weight", "final_norm", 0, hidden))
     if not spec.tied_head:
-        places.append(Placement("lm_head.weight", "output.weight", "head", 0, embedding))
+        places.append(_table(spec, "lm_head.weight", "output.weight", "head"))
     return places
+
+
+def _table(spec: DecoderSpec, name: str, gguf_name: str, parameter: str) -> Placement:
+    shape = (spec.vocab_size, spec.hidden_size)
+    return Placement(name, gguf_name, parameter, 0, shape, row_split="vocab")
 
 
 def _layer(spec: DecoderSpec, index: int) -> list[Placement]:
@@ -70,6 +75,8 @@ def _layer(spec: DecoderSpec, index: int) -> list[Placement]:
                 projection.row,
                 (rows, projection.columns) if kind == "weight" else (rows,),
                 projection.rotary_heads,
+                projection.row_split,
+                projection.column_split if kind == "weight" else None,
             )
             for kind in kinds
         ]
@@ -78,13 +85,15 @@ def _layer(spec: DecoderSpec, index: int) -> list[Placement]:
 
 def _projections(spec: DecoderSpec) -> list[_Projection]:
     hidden, inter, q, kv = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
     bias, mlp = spec.qkv_bias, spec.mlp_bias
+    make = _Projection
     return [
-        _Projection("qkv", "self_attn.q_proj", "attn_q", 0, q, hidden, bias, spec.num_heads),
-        _Projection("qkv", "self_attn.k_proj", "attn_k", q, kv, hidden, bias, spec.num_kv_heads),
-        _Projection("qkv", "self_attn.v_proj", "attn_v", q + kv, kv, hidden, bias),
-        _Projection("o", "self_attn.o_proj", "attn_output", 0, hidden, q, spec.o_bias),
-        _Projection("gate_up", "mlp.gate_proj", "ffn_gate", 0, inter, hidden, mlp),
-        _Projection("gate_up", "mlp.up_proj", "ffn_up", inter, inter, hidden, mlp),
-        _Projection("down", "mlp.down_proj", "ffn_down", 0, hidden, inter, mlp),
+        make("qkv", "self_attn.q_proj", "attn_q", 0, q, hidden, bias, "heads", None, heads),
+        make("qkv", "self_attn.k_proj", "attn_k", q, kv, hidden, bias, "kv_heads", None, kv_heads),
+        make("qkv", "self_attn.v_proj", "attn_v", q + kv, kv, hidden, bias, "kv_heads"),
+        make("o", "self_attn.o_proj", "attn_output", 0, hidden, q, spec.o_bias, None, "heads"),
+        make("gate_up", "mlp.gate_proj", "ffn_gate", 0, inter, hidden, mlp, "intermediate"),
+        make("gate_up", "mlp.up_proj", "ffn_up", inter, inter, hidden, mlp, "intermediate"),
+        make("down", "mlp.down_proj", "ffn_down", 0, hidden, inter, mlp, None, "intermediate"),
     ]

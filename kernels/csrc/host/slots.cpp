@@ -107,6 +107,25 @@ TREADLE_EXPORT void treadle_gather_rows(const void* table, const int64_t* indice
 }
 TREADLE_RECORDABLE(treadle_gather_rows)
 
+// out[i] = table[indices[i] - first] where the table has the row, else zeros.
+TREADLE_EXPORT void treadle_gather_part(const void* table, const int64_t* indices, void* out,
+                                        int64_t count, int64_t row_bytes, int64_t first,
+                                        int64_t table_rows) {
+  const auto* from = static_cast<const char*>(table);
+  auto* to = static_cast<char*>(out);
+  const auto size = static_cast<size_t>(row_bytes);
+#pragma omp parallel for if (count * row_bytes > treadle::kParallelBytes)
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = indices[i] - first;
+    if (row >= 0 && row < table_rows) {
+      std::memcpy(to + i * row_bytes, from + row * row_bytes, size);
+    } else {
+      std::memset(to + i * row_bytes, 0, size);
+    }
+  }
+}
+TREADLE_RECORDABLE(treadle_gather_part)
+
 // sum += x; both contiguous. kind: 0 for fp32, 1 for bf16.
 TREADLE_EXPORT void treadle_add(int kind, void* sum, const void* x, int64_t count) {
   const auto run = [&]<class T>(T) {
