@@ -33,6 +33,17 @@ def _compose(config: EngineConfig, since: float) -> Parts:
     return parts
 
 
+def _give_back(loading: asyncio.Future[Parts]) -> None:
+    """Closes an executor that nobody waits for any more."""
+    if not loading.cancelled() and loading.exception() is None:
+        closing = asyncio.ensure_future(loading.result().executor.close())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+
+
+_closing: set[asyncio.Future[None]] = set()  # a task that nobody holds may vanish
+
+
 class Engine(EngineCore):
     """Runs on the event loop that it is created on, beside whatever else runs there.
 
@@ -52,7 +63,12 @@ class Engine(EngineCore):
         """
         since = time.perf_counter()
         chosen = EngineConfig.from_flags(flags) if config is None else config
-        parts = await asyncio.to_thread(_compose, chosen, since)
+        loading = asyncio.ensure_future(asyncio.to_thread(_compose, chosen, since))
+        try:
+            parts = await asyncio.shield(loading)
+        except asyncio.CancelledError:  # the thread goes on: what it makes has no owner
+            loading.add_done_callback(_give_back)
+            raise
         report_interpreter()
         return cls(parts)
 

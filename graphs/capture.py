@@ -84,7 +84,12 @@ class GraphTable:
                 self.backend.synchronize()  # so that the capture's cost has the warm-up in it
             except Exception as error:
                 raise CaptureError(f"its warm-up failed: {error}") from error
-        self._graphs[key] = tuple(self.backend.capture(body) for body in bodies)
+        try:
+            self._graphs[key] = tuple(self.backend.capture(body) for body in bodies)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(f"{type(error).__name__}: {error}") from error
 
     def confirm(self, key: GraphKey) -> None:
         """Lets steps choose a key that every rank has captured; one that is gone stays so."""

@@ -158,7 +158,10 @@ class DeviceExecutor:
             raise
 
     async def resume(self, tags: Collection[MemoryTag]) -> None:
-        await self._occupy(Resume(tuple(tags)), self._released - set(tags))
+        left = self._released - set(tags)
+        await self._occupy(Resume(tuple(tags)), self._released)
+        # only now, and on the launch thread: it must not capture on what could not come back
+        await asyncio.wrap_future(self.commands.call(partial(setattr, self, "_released", left)))
 
     def graphs(self) -> GraphReport:
         return self.runner.graphs.report()
@@ -232,7 +235,6 @@ class DeviceExecutor:
     def _next_command(self) -> Queued | None:
         """Waits for a command; captures once there has been none for a while."""
         patience = IDLE_S
-        # a warm-up would overwrite logits that wait for their mask, and touch what is released
         while not (
             self.capture.is_done or self._released or self._forwarded or self.loss is not None
         ):

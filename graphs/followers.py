@@ -110,7 +110,7 @@ class Team:
             address = Address.parse(given)
         try:
             store = open_store(address, is_master=True, timeout_s=plan.timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise RankError(f"no store for the ranks at {address}: {error}") from error
         where = Address(address.host, port_of(store))
         values = json.loads(plan.to_json()) | {"store": str(where)}
@@ -143,5 +143,6 @@ class Team:
             lambda: sum(what in peer.said for peer in peers.values()) == others, timeout_s
         )
         if not came:
-            missing = set(range(1, self._layout.size)) - peers.keys()
-            raise RankError(f"ranks {sorted(missing)} did not come within {timeout_s:g} s")
+            here = {rank for rank, peer in peers.items() if what in peer.said}
+            missing = sorted(set(range(1, self._layout.size)) - here)
+            raise RankError(f"ranks {missing} did not come within {timeout_s:g} s")

@@ -123,11 +123,12 @@ class CommandQueue:
         """
         control = Control(call, Future())
         with self.order:
+            if self.loss is not None or self._is_closed:  # nobody takes it, or answers it
+                end(control.done, self.loss or RuntimeError("the executor is closed"))
+                return control.done
             self._controls.add(control.done)
             control.done.add_done_callback(self._controls.discard)
             answers = self.put(control, shared)
-        if self.loss is not None or self._is_closed:  # perhaps nobody takes it any more
-            end(control.done, self.loss or RuntimeError("the executor is closed"))
         return control.done if answers is None else both(control.done, answers)
 
     def get(self, timeout: float | None = None) -> Queued | None:
@@ -147,8 +148,9 @@ class CommandQueue:
 
     def close(self) -> None:
         """Lets `get` end after what is queued."""
-        self._is_closed = True
-        self._queued.put(None)
+        with self.order:
+            self._is_closed = True
+            self._queued.put(None)
 
 
 def end(done: Future[None], error: BaseException | None) -> None:

@@ -150,7 +150,7 @@ class Follower:
     def _answer(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except RuntimeError as error:  # rank 0 hears of it and decides
+        except Exception as error:  # rank 0 hears of it and decides
             self._report("answer", str(error) or type(error).__name__)
         else:
             self._report("answer")
@@ -266,7 +266,12 @@ def main(arguments: Sequence[str] | None = None, load: Load = load_rank) -> int:
     options = parser.parse_args(arguments)
     die_with_parent()
     if options.fd is None:
-        return join(options.join, options.rank, options.device, options.timeout, load)
+        try:
+            return join(options.join, options.rank, options.device, options.timeout, load)
+        except (RuntimeError, OSError) as error:
+            reason = str(error).partition("\n")[0]
+            print(f"rank {options.rank}: no engine at {options.join}: {reason}", file=sys.stderr)
+            return 1
     # rank 0 ends us in order: a signal to the whole process group is not meant for us
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from treadle.graphs.buckets import Buckets
+from treadle.graphs.rendezvous import Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +99,10 @@ class Layout:
         """None for a process that torchrun has not started."""
         if "TORCHELASTIC_RUN_ID" not in environment:
             return None
+        size = int(environment["WORLD_SIZE"])
         return cls(
-            size=int(environment["WORLD_SIZE"]),
+            size=size,
+            num_nodes=size // int(environment.get("LOCAL_WORLD_SIZE", size)),
             init_address=f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}",
             timeout_s=timeout_s,
             is_launched=True,
@@ -138,5 +141,7 @@ class Layout:
             raise ValueError(f"{self.size} ranks cannot be spread evenly over {self.num_nodes}")
         if not 0 <= self.node_rank < self.num_nodes:
             raise ValueError(f"node rank {self.node_rank} is not within 0 to {self.num_nodes - 1}")
+        if self.init_address is not None:
+            Address.parse(self.init_address)
         if self.num_nodes > 1 and not self.is_launched and self.init_address is None:
             raise ValueError("ranks on several nodes need the address at which they meet")

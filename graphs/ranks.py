@@ -176,6 +176,8 @@ class _Lead:
         """Has all ranks capture a key; steps use it once all of them have."""
         local = self._local
         with local.commands.order:
+            if local.loss is not None:  # nobody would say that it is settled
+                return
             if not local.may_capture or not local.capture.begin(key):
                 return
             local.capture.is_settled.clear()

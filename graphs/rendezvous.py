@@ -5,10 +5,12 @@ Knows sockets and torch.distributed; never what a frame says or what a rank runs
 
 from __future__ import annotations
 
+import concurrent.futures
 import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -35,7 +37,8 @@ _COMMANDS_KEY: Final = "treadle/commands"
 _SEND_BUFFER: Final = 4 << 20  # bytes asked for; the system grants less
 _READ: Final = 1 << 18  # bytes at once
 _HELLO_LIMIT: Final = 1 << 12  # bytes that a connection may send before it is known
-_HELLO_TIMEOUT_S: Final = 10.0
+_STORE_GRACE_S: Final = 3.0  # beyond its own timeout, which torch does not keep to the second
+_MOST_CALLERS: Final = 64  # connections that have not said yet who they are
 
 
 class Kind(IntEnum):
@@ -132,14 +135,28 @@ class Address:
 def open_store(address: Address, *, is_master: bool, timeout_s: float) -> Store:
     """port 0: any that is free.
 
-    Raises: RuntimeError when it cannot be opened, or reached in time.
+    Raises: RuntimeError or TimeoutError when it cannot be opened, or reached in time.
     """
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps one
-    store = TCPStore(
-        address.host, address.port, None, is_master and not is_shared,
-        timedelta(seconds=timeout_s), wait_for_workers=False,
-    )  # fmt: skip
+    owns = is_master and not is_shared
+    made: concurrent.futures.Future[TCPStore] = concurrent.futures.Future()
+
+    def make() -> None:
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            made.set_result(
+                TCPStore(address.host, address.port, None, owns, timeout, wait_for_workers=False)
+            )
+        except Exception as error:
+            made.set_exception(error)
+
+    # in a thread: torch waits without end for somebody who takes the connection and is no store
+    threading.Thread(target=make, name="treadle-store", daemon=True).start()
+    try:
+        store = made.result(timeout_s + _STORE_GRACE_S)
+    except concurrent.futures.TimeoutError as error:
+        raise TimeoutError(f"no store answers at {address} in {timeout_s:g} s") from error
     return PrefixStore(f"treadle/{restarts}", store)
 
 
@@ -204,33 +221,76 @@ def _own_host(store: Store) -> str:
 
 
 class Listener:
-    """Where ranks that rank 0 has not started itself connect to, with a token from the store."""
+    """Where ranks that rank 0 has not started itself connect to, with a token from the store.
+
+    It waits for nobody, and can be selected on: `accept` has something to do when it is readable.
+    """
 
     def __init__(self, host: str, store: Store) -> None:
         self._token = secrets.token_hex(16)
-        self.socket = socket.create_server((host, 0), family=_family(host))
-        told = {"host": host, "port": self.socket.getsockname()[1], "token": self._token}
+        self._socket = socket.create_server((host, 0), family=_family(host))
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._callers: dict[socket.socket, bytearray] = {}  # what each has said, the oldest first
+        told = {"host": host, "port": self._socket.getsockname()[1], "token": self._token}
         store.set(_COMMANDS_KEY, json.dumps(told))
 
-    def accept(self) -> tuple[int, str, socket.socket] | None:
-        """A rank, its device and its stream; None for somebody who does not know the token."""
-        stream, _ = self.socket.accept()
-        stream.settimeout(_HELLO_TIMEOUT_S)
-        try:
-            size, kind = _HEADER.unpack(stream.recv(_HEADER.size, socket.MSG_WAITALL))
-            if kind != Kind.HELLO or size > _HELLO_LIMIT:
-                raise ValueError("no hello")
-            hello = json.loads(stream.recv(size, socket.MSG_WAITALL))
-            if not hmac.compare_digest(str(hello["token"]), self._token):
-                raise ValueError("another token")
-            prepare_stream(stream)
-            return int(hello["rank"]), str(hello["device"]), stream
-        except (OSError, ValueError, KeyError, TypeError, struct.error):
-            stream.close()
-            return None
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def accept(self) -> list[tuple[int, str, socket.socket]]:
+        """Ranks that have come, their devices and streams; closes those who lack the token."""
+        came = []
+        for key, _ in self._selector.select(0):
+            if key.fileobj is self._socket:
+                self._let_in()
+            elif (known := self._hear(key.fileobj)) is not None:  # type: ignore[arg-type]
+                came.append(known)
+        return came
 
     def close(self) -> None:
-        self.socket.close()
+        for stream in list(self._callers):
+            self._drop(stream)
+        self._selector.close()
+        self._socket.close()
+
+    def _let_in(self) -> None:
+        try:
+            stream, _ = self._socket.accept()
+        except OSError:  # the caller has left already
+            return
+        stream.setblocking(False)
+        self._callers[stream] = bytearray()
+        self._selector.register(stream, selectors.EVENT_READ)
+        if len(self._callers) > _MOST_CALLERS:  # a rank says at once who it is
+            self._drop(next(iter(self._callers)))
+
+    def _hear(self, stream: socket.socket) -> tuple[int, str, socket.socket] | None:
+        if (said := self._callers.get(stream)) is None:
+            return None
+        try:
+            said += stream.recv(_HELLO_LIMIT) or b"\0" * _HELLO_LIMIT  # the end is no hello
+            frames = list(Frames().feed(bytes(said)))
+            if not frames and len(said) < _HELLO_LIMIT:
+                return None
+            ((kind, payload),) = frames
+            hello = json.loads(payload)
+            if kind != Kind.HELLO or not hmac.compare_digest(str(hello["token"]), self._token):
+                raise ValueError("not a rank of this engine")
+            known = int(hello["rank"]), str(hello["device"])
+            prepare_stream(stream)
+        except Exception:  # whatever a stranger may send
+            self._drop(stream)
+            return None
+        self._selector.unregister(stream)
+        del self._callers[stream]
+        return *known, stream
+
+    def _drop(self, stream: socket.socket) -> None:
+        self._selector.unregister(stream)
+        del self._callers[stream]
+        stream.close()
 
 
 def connect_to_leader(store: Store, rank: int, device: str, timeout_s: float) -> socket.socket:

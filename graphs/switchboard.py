@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import selectors
 import signal
 import socket
@@ -53,13 +54,14 @@ class Switchboard:
         self._signs_since = 0.0
         self._loss: RankError | None = None
         self._is_closing = False
+        self._ends_at = math.inf  # whoever has not left by then is left
         self._changed = threading.Condition()
         self._selector = selectors.DefaultSelector()
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_in.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         if listener is not None:
-            self._selector.register(listener.socket, selectors.EVENT_READ)
+            self._selector.register(listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="treadle-ranks", daemon=True)
         self._thread.start()
 
@@ -101,7 +103,9 @@ class Switchboard:
             is_first, self._is_closing = not self._is_closing, True
         if not is_first:
             return
-        if last is not None and self._loss is None:
+        is_orderly = last is not None and self._loss is None
+        self._ends_at = time.monotonic() + (CLOSE_S if is_orderly else 0.0)
+        if last is not None and is_orderly:
             self.send(last)
             self._reap(CLOSE_S)
         self._kill()
@@ -113,6 +117,8 @@ class Switchboard:
             self._wake_in.send(b"\0")
 
     def _run(self) -> None:
+        # processes inherit it: one that still imports would die of a signal to the whole group
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             self._serve()
         except Exception as error:  # nobody else would notice that a rank is lost
@@ -120,6 +126,8 @@ class Switchboard:
             self._declare(RankError(f"the ranks cannot be heard any more: {error}"))
         self._kill()
         self._reap(CLOSE_S)
+        for peer in self.peers.values():
+            peer.stream.close()  # ends those that were not started here
         if self._listener is not None:
             self._listener.close()
         self._selector.close()
@@ -129,11 +137,11 @@ class Switchboard:
     def _serve(self) -> None:
         for rank in self._layout.spawned:
             self._spawn(rank)
-        while not (self._is_closing and all(peer.is_gone for peer in self.peers.values())):
+        while not self._is_at_end:
             for key, events in self._selector.select(TICK_S):
                 if key.fileobj is self._wake_out:
                     self._wake_out.recv(_READ)
-                elif self._listener is not None and key.fileobj is self._listener.socket:
+                elif self._listener is not None and key.fileobj is self._listener:
                     self._accept()
                 elif events & selectors.EVENT_READ:
                     self._read(key.data)
@@ -141,8 +149,22 @@ class Switchboard:
             self._judge()
             if self._observer is not None and self._loss is None:
                 self._observer.tick()
+            elif self._observer is None:
+                self._look_for_silence()
             if self._loss is not None and time.monotonic() > self._signs_since + CLOSE_S:
                 self._kill()
+
+    @property
+    def _is_at_end(self) -> bool:
+        is_over = time.monotonic() > self._ends_at
+        return is_over or self._is_closing and all(peer.is_gone for peer in self.peers.values())
+
+    def _look_for_silence(self) -> None:
+        """While ranks start, which may take as long as it likes where a rank still beats."""
+        for peer in self.peers.values():
+            silence = time.monotonic() - peer.heard
+            if "joined" in peer.said and silence > self._plan.timeout_s:
+                self.fail(None, f"rank {peer.rank} has not been heard of for {silence:.1f} s")
 
     def _spawn(self, rank: int) -> None:
         ours, theirs = make_pair()
@@ -157,14 +179,15 @@ class Switchboard:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        came = self._listener.accept()
-        if came is None:
-            return
-        rank, device, stream = came
-        if rank in self.peers or not 0 < rank < self._layout.size:
-            stream.close()
-            return
-        self._add(Peer(rank, stream, None, device))
+        for rank, device, stream in self._listener.accept():
+            if rank in self.peers or not 0 < rank < self._layout.size:
+                stream.close()
+            else:
+                self._add(Peer(rank, stream, None, device))
+        if len(self.peers) == self._layout.size - 1:  # nobody else has any business here
+            self._selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
 
     def _add(self, peer: Peer) -> None:
         peer.stream.setblocking(False)
@@ -245,7 +268,8 @@ class Switchboard:
 
     @property
     def processes(self) -> list[subprocess.Popen[bytes]]:
-        return [peer.process for peer in self.peers.values() if peer.process is not None]
+        peers = list(self.peers.values())  # the thread may be adding one
+        return [peer.process for peer in peers if peer.process is not None]
 
     def _reap(self, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s

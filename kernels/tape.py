@@ -8,6 +8,7 @@ compute is refused: its result would be missing when the tape is played.
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 import threading
 import weakref
@@ -21,6 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_ARRAYS: dict[torch.dtype, type[np.generic]] = {  # of the same width, where NumPy has no such type
+    torch.float32: np.float32, torch.bfloat16: np.int16, torch.float16: np.float16,
+    torch.int64: np.int64, torch.int32: np.int32, torch.uint8: np.uint8, torch.bool: np.bool_,
+}  # fmt: skip
 
 ALIGN = 64  # bytes; a cache line, and a vector of the widest instruction set
 
@@ -46,13 +52,14 @@ class Workspace:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Raises: NotRecordable when nothing of the size is free."""
-        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        count = math.prod(shape) * dtype.itemsize
         size = max(ALIGN, -(-count // ALIGN) * ALIGN)
         start = self._take(size)
-        block = self._memory[start : start + count]
+        block = self._memory[start : start + count].view(_ARRAYS[dtype]).reshape(shape)
         # torch keeps the array alive as long as any tensor uses its memory
         weakref.finalize(block, self._give, start, size)
-        return torch.from_numpy(block).view(dtype).view(tuple(shape))
+        made = torch.from_numpy(block)
+        return made if made.dtype is dtype else made.view(dtype)
 
     def alias(self, x: Tensor) -> Tensor:
         """The same memory without a claim to it; a tensor from elsewhere as it is."""

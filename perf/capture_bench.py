@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from treadle.engine import Engine
+from treadle.engine.interpreter import own_interpreter
 
 PROBE_S = 0.005
 WORDS = "river stone window garden letter music winter bread silver ocean".split()
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=8.0, help="seconds between first and last")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    own_interpreter()  # as the server does
     result = asyncio.run(measure(options))
     if options.json:
         print(json.dumps(result))

@@ -5,6 +5,7 @@ The one place that knows every layer. `Engine.create` loads it by name.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -76,6 +77,7 @@ def _compose(config: EngineConfig, startup: Startup) -> Parts:
     )  # fmt: skip
     with startup.phase("ranks"):
         team = _start_ranks(config, found)
+    executor: DeviceExecutor | RankedExecutor | None = None
     try:
         executor, resolved = _build(config, found, team, tokenizer.vocab_size, startup)
         with startup.phase("graphs"), _rank_errors():
@@ -84,6 +86,8 @@ def _compose(config: EngineConfig, startup: Startup) -> Parts:
     except BaseException:
         if team is not None:
             team.close(at_once=True)
+        if executor is not None:
+            asyncio.run(executor.close())  # its threads would keep the model alive
         raise
     available = room(device).free
     logger.info(

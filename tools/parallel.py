@@ -19,6 +19,7 @@ from treadle.graphs.models.spec import DecoderSpec
 from treadle.graphs.parallel import TensorParallel, local_spec
 from treadle.graphs.rank_main import follow_all
 from treadle.graphs.rank_plan import Layout
+from treadle.graphs.rendezvous import Address
 from treadle.tools.machine import Room
 
 logger = logging.getLogger("treadle")
@@ -52,6 +53,8 @@ def layout_of(config: EngineConfig, environment: Mapping[str, str] = os.environ)
     )
     try:
         layout.check()
+        if layout.init_address is not None:
+            Address.parse(layout.init_address)
     except ValueError as error:
         flags = "--tp-size, --nnodes, --node-rank, --dist-init-addr"
         raise ConfigError(f"{flags}: {error}") from error
@@ -92,6 +95,16 @@ def threads_of(layout: Layout) -> int | None:
     if layout.size == 1:
         return None
     return max(1, (os.cpu_count() or 1) // layout.per_node)
+
+
+def check_devices(config: EngineConfig, layout: Layout, kind: str) -> None:
+    """Raises: ConfigError when this machine has fewer GPUs than ranks."""
+    first, count = config.device.base_gpu_id, torch.cuda.device_count()
+    if kind == "cuda" and not layout.is_launched and first + layout.per_node > count:
+        raise ConfigError(
+            f"--tp-size, --base-gpu-id: {layout.per_node} ranks from GPU {first} on need "
+            f"{first + layout.per_node} GPUs, this machine has {count}"
+        )
 
 
 def check_peers(config: EngineConfig, layout: Layout, kind: str) -> None:

@@ -23,7 +23,14 @@ from treadle.kernels import attention_backends
 from treadle.tools.footprint import model_facts
 from treadle.tools.machine import room
 from treadle.tools.model_source import ModelSource, locate, resolve_model
-from treadle.tools.parallel import check_peers, check_size, layout_of, share_of, threads_of
+from treadle.tools.parallel import (
+    check_devices,
+    check_peers,
+    check_size,
+    layout_of,
+    share_of,
+    threads_of,
+)
 
 _DTYPES = {
     "float32": torch.float32,
@@ -113,6 +120,7 @@ def _open_device(config: EngineConfig, layout: Layout) -> Device:
     elif asked in ("cpu", "cuda"):
         asked = layout.device(asked, 0)
     device = open_device(asked, threads_of(layout))
+    check_devices(config, layout, device.torch_device.type)
     check_peers(config, layout, device.torch_device.type)
     return device
 

@@ -87,6 +87,22 @@ from treadle.engine.settings import kind_of, names_of
             "decode.backend must be one of full",
         ),
         ({"attention_backend": 3}, "--attention-backend must be text"),
+        ({"tp_size": 0}, "--tp-size must be an integer of at least 1, got 0"),
+        ({"tp": 2.0}, "--tp-size must be"),
+        (
+            {"tp": 2, "tensor_parallel_size": 4},
+            "--tp-size and --tp and --tensor-parallel-size are one setting, got both 2 and 4",
+        ),
+        ({"nnodes": 0}, "--nnodes must be an integer of at least 1, got 0"),
+        ({"node_rank": -1}, "--node-rank must be an integer of at least 0, got -1"),
+        ({"dist_init_addr": 5000}, "--dist-init-addr must be text"),
+        ({"nccl_port": 0}, "--nccl-port must be .* at least 1 and below 65536, got 0"),
+        ({"nccl_port": 65536}, "--nccl-port must be"),
+        ({"dist_timeout": 0}, "--dist-timeout must be an integer of at least 1, got 0"),
+        ({"base_gpu_id": -1}, "--base-gpu-id must be an integer of at least 0, got -1"),
+        ({"enable_p2p_check": 1}, "--enable-p2p-check must be true or false"),
+        ({"watchdog_timeout": 0}, "--watchdog-timeout must be a number above 0, got 0"),
+        ({"watchdog_timeout": float("inf")}, "--watchdog-timeout must be"),
         ({"max_total_token": 5}, "did you mean max_total_tokens"),
         ({"zzz": 5}, "zzz is not a setting"),
     ],
@@ -112,6 +128,9 @@ def test_illegal_settings_are_refused_by_flag(flags: dict[str, Any], said: str) 
         {"cuda_graph_backend_prefill": "disabled", "disable_piecewise_cuda_graph": True},
         {"cuda_graph_config": {"decode": {"bs": [4], "max_bs": None}, "prefill": None}},
         {"attention_backend": "triton", "sampling_backend": "pytorch", "enable_memory_saver": True},
+        {"tp_size": 8, "nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:5000"},
+        {"tp_size": 2, "nccl_port": 65535, "dist_timeout": 5, "base_gpu_id": 6},
+        {"enable_p2p_check": True, "watchdog_timeout": 0.5},
     ],
 )
 def test_legal_settings_are_kept(flags: dict[str, Any]) -> None:
@@ -128,7 +147,9 @@ def test_defaults_are_sglangs() -> None:
         "clip_max_new_tokens_estimation": 4096, "max_queued_requests": None,
         "mem_fraction_static": None, "enable_mixed_chunk": False, "stream_interval": 1,
         "cuda_graph_max_bs": None, "cuda_graph_bs": None, "disable_cuda_graph": False,
-        "attention_backend": None, "graph_capture_budget_ms": 100.0,
+        "attention_backend": None, "graph_capture_budget_ms": 100.0, "tp_size": 1, "nnodes": 1,
+        "node_rank": 0, "dist_init_addr": None, "nccl_port": None, "dist_timeout": None,
+        "base_gpu_id": 0, "enable_p2p_check": False, "watchdog_timeout": 300,
     }  # fmt: skip
     assert {name: values[name] for name in expected} == expected
     EngineConfig().check()
@@ -144,6 +165,9 @@ def test_replace_changes_what_it_names_and_keeps_the_rest() -> None:
 ALIASES = {
     "model": ("model_path", "a/model"),
     "seed": ("random_seed", 5),
+    "tp": ("tp_size", 2),
+    "tensor_parallel_size": ("tp_size", 4),
+    "nccl_init_addr": ("dist_init_addr", "10.0.0.1:5000"),
     "cuda_graph_max_bs_decode": ("cuda_graph_max_bs", 24),
     "cuda_graph_bs_decode": ("cuda_graph_bs", [1, 3]),
     "cuda_graph_max_bs_prefill": ("piecewise_cuda_graph_max_tokens", 512),

@@ -147,3 +147,27 @@ async def test_create_leaves_the_loop_alone_while_it_imports(
     async with await Engine.create() as engine:
         await engine.generate(PROMPT, {"max_new_tokens": 1})
     assert threads and threading.current_thread() not in threads
+
+
+async def test_create_that_nobody_waits_for_closes_what_it_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor = FakeExecutor(capacity())
+    parts, started, may_end = make_parts(executor), threading.Event(), threading.Event()
+
+    def compose(config: object, since: float) -> Any:
+        started.set()
+        may_end.wait(10)
+        return parts
+
+    monkeypatch.setattr(importlib, "import_module", lambda _: SimpleNamespace(compose=compose))
+    creating = asyncio.create_task(Engine.create())
+    await asyncio.to_thread(started.wait, 10)
+    creating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await creating
+    assert executor.is_alive()
+    may_end.set()
+    async with asyncio.timeout(10):
+        while executor.is_alive():
+            await asyncio.sleep(0.001)

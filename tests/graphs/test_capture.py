@@ -30,12 +30,13 @@ class Slow:
         self.now = 0.0
         self.seconds = seconds
         self.fails = False
+        self.error: Exception = CaptureError("out of luck")
         self._each = bytes_each
         self._bytes = 0
 
     def capture(self, body: Body) -> Graph:
         if self.fails:
-            raise CaptureError("out of luck")
+            raise self.error
         self.now += self.seconds
         self._bytes += self._each
         return Made(body)
@@ -197,9 +198,10 @@ def test_reserve_that_is_used_up_stops_capture_with_one_line(
     assert bench.capture.is_done
 
 
-def test_kind_that_fails_is_given_up_and_the_others_go_on() -> None:
+@pytest.mark.parametrize("error", [CaptureError("out of luck"), TypeError("a bug in a body")])
+def test_kind_that_fails_is_given_up_and_the_others_go_on(error: Exception) -> None:
     bench = Bench()
-    bench.backend.fails = True
+    bench.backend.fails, bench.backend.error = True, error
     bench.capture.capture(decode(4))
     bench.backend.fails = False
     bench.capture.all()

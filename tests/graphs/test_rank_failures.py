@@ -20,6 +20,7 @@ import pytest
 import rank_host
 from rank_host import RankedHost, a_plan, start, write_model
 
+from treadle.graphs.buckets import Buckets, GraphKey
 from treadle.graphs.peer import RankError
 from treadle.graphs.ranks import RankedExecutor
 from treadle.graphs.step import MEMORY_TAGS
@@ -73,6 +74,7 @@ async def ended(handle: Any, errors: list[BaseException]) -> bool:
     ("rank", "what", "says"),
     [
         (1, "raise", r"rank 1: step {seq} failed: ValueError: out of luck"),
+        pytest.param(1, "kill", r"rank 1 was killed by SIGKILL", marks=pytest.mark.slow),
         (2, "kill", r"rank 2 was killed by SIGKILL"),
         (1, "exit", r"rank 1 exited with 7"),
     ],
@@ -120,21 +122,34 @@ async def test_ranks_that_disagree_are_found_in_debug_mode(folder: Path) -> None
         await asyncio.wait_for(executor.close(), 10)
 
 
-async def test_rank_that_dies_while_nothing_runs_is_noticed(folder: Path) -> None:
-    host, executor, team = start(a_plan(folder, 2))
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.slow)])
+async def test_rank_that_dies_while_nothing_runs_is_noticed(folder: Path, rank: int) -> None:
+    host, executor, team = start(a_plan(folder, 3), buckets=Buckets((1,), ()))
     await host.tokens([host.step([(0, [1, 2])], fresh=True)])
-    os.kill(team.processes[0].pid, signal.SIGKILL)
-    async with asyncio.timeout(2):
+    os.kill(team.processes[rank - 1].pid, signal.SIGKILL)
+    async with asyncio.timeout(5):
         while executor.is_alive():
             await asyncio.sleep(0.01)
-    with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL .while idle"):
+    with pytest.raises(RuntimeError, match=f"rank {rank} was killed by SIGKILL .while idle"):
         executor.launch(host.step([(0, None)]))
+    capture = executor._local.capture
+    capture.request(GraphKey("decode", 1, 1))
+    assert capture.is_settled.is_set()  # else whoever prepares would wait forever
     await asyncio.wait_for(executor.close(), 10)
 
 
 def test_ranks_that_cannot_start_give_one_reason(folder: Path) -> None:
     with pytest.raises(RankError, match="^ranks 1, 2: cannot start: no such weights$"):
         start(a_plan(folder, 3), fault="all:load:no such weights")
+    assert not children()
+
+
+@pytest.mark.parametrize("place", ["load", "allocate"])
+def test_rank_that_hangs_while_it_starts_is_given_up_once_it_is_silent(
+    folder: Path, place: str
+) -> None:
+    with pytest.raises(RankError, match=r"^rank 1 has not been heard of for \d+\.\d s$"):
+        start(a_plan(folder, 2, timeout_s=2.0), fault=f"1:stops:{place}")
     assert not children()
 
 

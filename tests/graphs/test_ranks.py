@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import random
 import socket
@@ -11,20 +13,25 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import pytest
-from rank_host import VOCAB, RankedHost, a_plan, alone, start, write_model
+from rank_host import VOCAB, RankedHost, a_plan, alone, fail_once, start, write_model
 
-from treadle.graphs.buckets import Buckets
+from treadle.graphs.buckets import Buckets, GraphKey
 from treadle.graphs.followers import Team
+from treadle.graphs.peer import WORKER
 from treadle.graphs.rank_plan import Allocation, Layout, RankPlan
 from treadle.graphs.ranks import RankedExecutor
-from treadle.graphs.step import MEMORY_TAGS, Step
+from treadle.graphs.rendezvous import Address, Kind, frame, open_store
+from treadle.graphs.step import MEMORY_TAGS, MemoryTag, Step
 from treadle.kernels import host as host_kernels
 
 BUCKETS = Buckets((1, 2, 4), (8, 16))
 SLOTS = 4
+WEIGHTS: Final[tuple[MemoryTag, ...]] = ("weights",)
+CUDA_GRAPH: Final[tuple[MemoryTag, ...]] = ("cuda_graph",)
 Engine = tuple[RankedHost, RankedExecutor, Team]
 
 
@@ -123,6 +130,55 @@ async def test_memory_goes_and_comes_on_all_ranks(pair: Engine, folder: Path) ->
     await single.ranked.close()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_memory_that_did_not_come_back_can_be_tried_again(folder: Path, rank: int) -> None:
+    fault = "1:resume:no file" if rank == 1 else None
+    host, executor, _ = start(a_plan(folder, 2), buckets=BUCKETS, fault=fault)
+    local = executor._local
+    if rank == 0:
+        fail_once(local, "no file")
+    try:
+        await executor.release(WEIGHTS)
+        with pytest.raises((RuntimeError, ValueError), match="no file"):
+            await executor.resume(WEIGHTS)
+        assert not local.may_capture  # a warm-up would meet memory that is not there
+        await executor.resume(WEIGHTS)
+        assert local.may_capture and executor.is_alive()
+        await host.tokens(some_steps(some_prompts(), 2)(host))
+    finally:
+        await executor.close()
+    with pytest.raises(RuntimeError, match="closed"):  # no rank is left to answer
+        await asyncio.wait_for(executor.release(WEIGHTS), 10)
+
+
+async def test_captures_keep_away_from_logits_that_wait_for_their_mask(folder: Path) -> None:
+    host, executor, _ = start(a_plan(folder, 2, is_debug=True), buckets=BUCKETS)
+    single = alone(folder)
+    capture, mask = executor._local.capture, np.zeros((1, VOCAB), dtype=np.bool_)
+    mask[0, random.sample(range(VOCAB), 20)] = True
+    capture._in_background = False
+    await executor.release(CUDA_GRAPH)
+    await executor.resume(CUDA_GRAPH)  # now nothing is captured, whatever was before
+    try:
+        found = []
+        for each, asks in ((host, capture.request), (single, lambda _: None)):
+            ranked = each.ranked
+            held = ranked.launch(each.step([(0, [1, 2, 3])], fresh=True, constrained=True))
+            asks(GraphKey("decode", 1, 1))  # refused: what it overwrites is still wanted
+            assert capture.is_settled.is_set()
+            held.sample(mask)
+            asks(GraphKey("decode", 2, 2))  # behind the mask, before the next step
+            then = ranked.launch(each.step([(0, None)], constrained=True))
+            then.sample(mask)
+            found.append([(await held).token_ids.tolist(), (await then).token_ids.tolist()])
+        assert found[0] == found[1]
+        await asyncio.to_thread(executor.prepare, all_graphs=True)
+        assert executor.is_alive()
+    finally:
+        await executor.close()
+        await single.ranked.close()
+
+
 async def test_large_frames_arrive_whole_and_in_order(pair: Engine) -> None:
     host, executor, team = pair
     held = executor.launch(host.step([(0, [1, 2])], fresh=True, constrained=True))
@@ -166,21 +222,83 @@ async def test_graphs_are_captured_in_the_background_of_all_ranks(pair: Engine) 
     assert (await executor.launch(host.step([(0, None)]))).replayed
 
 
+def hello(**values: object) -> bytes:
+    return frame(Kind.HELLO, json.dumps(values).encode())
+
+
+async def joining(layout: Layout) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-m", "treadle.graphs.rank_main", "--rank", "1",
+        "--join", str(layout.init_address), "--timeout", "30",
+    )  # fmt: skip
+
+
 async def test_ranks_that_come_by_themselves_are_taken_and_strangers_are_not(folder: Path) -> None:
     layout = Layout(2, num_nodes=2, init_address=f"127.0.0.1:{free_port()}")
-    joiner = asyncio.create_task(
-        asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "treadle.graphs.rank_main", "--rank", "1",
-            "--join", str(layout.init_address), "--timeout", "30",
-        )
-    )  # fmt: skip
-    host, executor, _ = await asyncio.to_thread(start, a_plan(folder, 2), layout=layout)
-    process = await joiner
+    leading = asyncio.create_task(
+        asyncio.to_thread(start, a_plan(folder, 2, timeout_s=30.0), layout=layout)
+    )
+    store = await asyncio.to_thread(
+        open_store, Address.parse(str(layout.init_address)), is_master=False, timeout_s=30
+    )
+    await asyncio.to_thread(store.wait, ["treadle/commands"])
+    told = json.loads(store.get("treadle/commands"))
+    token, where = told["token"], (told["host"], told["port"])
+    known = hello(token=token, rank=1, device="cpu")
+    says = [
+        b"", known[:5], known[:30],  # who may still be about to say more; nobody waits for them
+        b"GET / HTTP/1.1\r\n\r\n" * 300, random.randbytes(5000), frame(Kind.HELLO, b"[" * 4080),
+        hello(token="\u00e9", rank=1, device="cpu"), hello(token="0" * len(token), rank=1),
+        hello(token=token, rank=2, device="cpu"), hello(token=token, rank=1e400, device="cpu"),
+        frame(Kind.REPORT, known[8:]),
+    ]  # fmt: skip
+    strangers = [socket.create_connection(where, 5) for _ in says]
+    for stranger, said in zip(strangers, says, strict=True):
+        stranger.sendall(said)
+    process = await joining(layout)
+    host, executor, _ = await leading
     try:
         await host.tokens(some_steps(some_prompts(), 2)(host))
+        for stranger in strangers:
+            with stranger, contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # never a plan
+        with pytest.raises(ConnectionRefusedError):  # all ranks are here
+            socket.create_connection(where, 5)
     finally:
         await executor.close()
         assert await asyncio.wait_for(process.wait(), 10) == 0
+
+
+async def test_ranks_of_other_nodes_leave_when_the_engine_gives_up(folder: Path) -> None:
+    layout = Layout(2, num_nodes=2, init_address=f"127.0.0.1:{free_port()}")
+    process = await joining(layout)
+    team = await asyncio.to_thread(Team, layout, a_plan(folder, 2), "cpu")
+    await asyncio.to_thread(team.close, at_once=True)
+    assert await asyncio.wait_for(process.wait(), 10) == 1
+    assert not team._board._thread.is_alive()
+
+
+@pytest.mark.slow
+def test_address_where_somebody_else_listens_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = (*WORKER, "--join", address, "--rank", "1", "--timeout", "1")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"rank 1: no engine at {address}: " in done.stderr
+
+
+def test_signals_to_the_whole_group_do_not_end_a_rank_that_still_imports(folder: Path) -> None:
+    code = """
+import os, signal
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGTERM)
+from treadle.graphs.rank_main import leave, main
+leave(main())
+"""
+    team = Team(Layout(2), a_plan(folder, 2), "cpu", (sys.executable, "-c", code))
+    assert team.wait_loaded() > 0
+    team.close(at_once=True)
 
 
 def test_an_engine_starts_from_a_script_on_standard_input(folder: Path) -> None:
@@ -283,7 +401,12 @@ def test_ranks_are_laid_out_over_nodes(
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(3, num_nodes=2, init_address="a:1"), Layout(2, node_rank=1), Layout(4, num_nodes=2)],
+    [
+        Layout(3, num_nodes=2, init_address="a:1"),
+        Layout(2, node_rank=1),
+        Layout(4, num_nodes=2),
+        Layout(4, num_nodes=2, init_address="a"),
+    ],  # fmt: skip
 )
 def test_layout_that_cannot_be_is_refused(layout: Layout) -> None:
     with pytest.raises(ValueError):

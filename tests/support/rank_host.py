@@ -2,7 +2,8 @@
 
 Run as a program it is a worker: `TREADLE_TEST_FAULT` is `rank:seq:what`, with what one of
 raise, exit, kill, hang, stop, wrong; `rank:load:reason` fails while it loads, `rank:capture:` when
-it captures.
+it captures, `rank:resume:reason` when it first takes memory again; `rank:stops:load` and
+`rank:stops:allocate` stop the process there.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from treadle.graphs.rank_model import ModelRank, Rank
 from treadle.graphs.rank_plan import Allocation, Layout, RankPlan
 from treadle.graphs.ranks import RankedExecutor
 from treadle.graphs.step import Step
+from treadle.graphs.weights.load import CheckpointError
 
 FAULT = "TREADLE_TEST_FAULT"
 WORKER = (sys.executable, __file__)
@@ -125,6 +127,19 @@ def alone(folder: Path, slots: int = 4, buckets: Buckets = NO_BUCKETS) -> Ranked
     return RankedHost(executor, slots)
 
 
+def fail_once(executor: DeviceExecutor, reason: str) -> None:
+    """The executor's memory does not come back the first time."""
+    occupation = executor.occupation
+    assert occupation is not None
+    resume = occupation.resume
+
+    def fail(tags: object) -> None:
+        occupation.resume = resume  # type: ignore[method-assign]
+        raise CheckpointError(reason)
+
+    occupation.resume = fail  # type: ignore[method-assign]
+
+
 class _environment:  # noqa: N801
     def __init__(self, changes: Mapping[str, str]) -> None:
         self._changes = changes
@@ -149,12 +164,14 @@ class _Faulty:
         self._is_faulty = rank in (str(plan.rank), "all")
         if self._is_faulty and self._when == "load":
             raise ValueError(self._what)
+        self._stop_at("load")
         self._rank = ModelRank(plan, group)
 
     def free_bytes(self) -> int:
         return self._rank.free_bytes()
 
     def allocate(self, allocation: Allocation) -> DeviceExecutor:
+        self._stop_at("allocate")
         executor = self._rank.allocate(allocation)
         runner, forward = executor.runner, executor.runner.forward
         if self._is_faulty and self._when == "capture":
@@ -163,6 +180,8 @@ class _Faulty:
                 raise CaptureError("out of luck")
 
             runner.graphs.capture = refuse  # type: ignore[method-assign]
+        elif self._is_faulty and self._when == "resume":
+            fail_once(executor, self._what)
         elif self._is_faulty:
 
             def faulty(step: Step):  # type: ignore[no-untyped-def]
@@ -172,6 +191,10 @@ class _Faulty:
 
             runner.forward = faulty  # type: ignore[method-assign]
         return executor
+
+    def _stop_at(self, place: str) -> None:
+        if self._is_faulty and (self._when, self._what) == ("stops", place):
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def _fail(self, step: Step) -> None:
         match self._what:
