@@ -40,7 +40,7 @@ class ModelRank:
     """A rank with its part of a checkpoint."""
 
     def __init__(self, plan: RankPlan, group: dist.ProcessGroup | None) -> None:
-        """Raises: CheckpointError, ValueError."""
+        """group: None for a rank alone. Raises: CheckpointError, ValueError."""
         path, dtype = Path(plan.model_path), getattr(torch, plan.dtype)
         spec = replace(read_spec(path), max_position=plan.max_model_len)
         parallel = TensorParallel(plan.rank, plan.size, group)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from treadle.graphs.executor import DeviceExecutor
 from treadle.graphs.step import (
     Capacity,
+    Executor,
     Int64s,
     Mode,
     PageTableUpdate,
@@ -139,7 +139,7 @@ def _pairs(banned: Sequence[tuple[int, int]]) -> tuple[Int64s, Int64s]:
     return np.array(rows, np.int64), np.array(ids, np.int64)
 
 
-async def play(executor: DeviceExecutor, steps: Iterable[Step]) -> list[StepResult]:
+async def play(executor: Executor, steps: Iterable[Step]) -> list[StepResult]:
     """Keeps as many steps in flight as the executor takes; results in order."""
     flying, results = deque[StepHandle](), list[StepResult]()
     for step in steps:

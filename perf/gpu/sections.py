@@ -79,7 +79,8 @@ SECTIONS = (
     _section("replay", "graph replay against eager, bit for bit", 80, "replay"),
     _section("memory", "release and resume with the memory saver", 25, "memory"),
     _section("copies", "page copies between device and host", 25, "copies"),
-    _section("kernels", "Triton kernels against reference and roofline", 80, "kernels"),
-    _section("models", "decode and prefill of two model shapes, eager and graphs", 150, "models"),
-    _section("tests", "pytest -m gpu", 90, "suite"),
+    _section("kernels", "Triton kernels against reference and roofline", 75, "kernels"),
+    _section("models", "decode and prefill of two model shapes, eager and graphs", 135, "models"),
+    _section("ranks", "tensor parallelism over all GPUs beside one", 40, "ranks"),
+    _section("tests", "pytest -m gpu", 80, "suite"),
 )

@@ -18,7 +18,17 @@ from treadle.graphs.buckets import Buckets
 from treadle.graphs.step import Capacity, KvGroup
 from treadle.kernels import host
 from treadle.perf import gpu_check
-from treadle.perf.gpu import copies, environment, kernels, memory, models, replay, results, suite
+from treadle.perf.gpu import (
+    copies,
+    environment,
+    kernels,
+    memory,
+    models,
+    ranks,
+    replay,
+    results,
+    suite,
+)
 from treadle.perf.gpu import worker as worker_module
 from treadle.perf.gpu.player import Player, Work, play
 from treadle.perf.gpu.rig import Rig, Room
@@ -373,3 +383,13 @@ def test_models_unit_that_ran_another_way_than_asked_fails() -> None:
         models._check(False, "graphs")
     with pytest.raises(Failed, match="in graphs"):
         models._check(True, "eager")
+
+
+def test_ranks_section_finds_the_same_tokens() -> None:
+    assert ranks.same_tokens(TINY, 2)["tokens"] == ranks.SMALL.rows * (1 + 2 * ranks.SMALL.steps)
+
+
+def test_ranks_section_names_the_gpus_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(Unmeasured, match="4 GPUs are needed, this machine has 1"):
+        ranks.same_tokens(Setting(), 4)
