@@ -152,8 +152,8 @@ async def test_load_retraction_and_aborts_change_no_token(
                 await asyncio.sleep(0.001)
         for row, (deltas, tokens) in enumerate(zip(got, expected, strict=True)):
             found = [token for delta in deltas for token in delta.token_ids]
-            if row in aborted:
-                assert found == tokens[: len(found)] and len(found) < len(tokens)
+            if row in aborted:  # perhaps in the step that ended it anyway
+                assert found == tokens[: len(found)]
             else:
                 assert found == tokens
         again = await engine.generate(prompts[0], params[0])  # what is cached by now is right

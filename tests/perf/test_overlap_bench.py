@@ -21,7 +21,13 @@ def measure(*flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("flags", [[], ["--http"]], ids=["in process", "http"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param([], id="in process"),
+        pytest.param(["--http"], id="http", marks=pytest.mark.slow),
+    ],
+)
 def test_parts_add_up_and_a_slow_device_never_idles(
     flags: list[str],
 ) -> None:
