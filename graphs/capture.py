@@ -44,7 +44,6 @@ class GraphTable:
         self._before_capture = before_capture
         self._graphs: dict[GraphKey, tuple[Graph, ...]] = {}
         self._confirmed: set[GraphKey] = set()
-        self.is_open = True  # False: what is there is kept, nothing is captured
 
     def choose(self, plan: StepPlan) -> GraphChoice:
         """The padded shape of a step. Beyond the ladder it is the step's own shape, run eagerly."""
@@ -172,7 +171,7 @@ class BackgroundCapture:
     ) -> None:
         """reserve_bytes: what graphs may take; None: no limit.
 
-        in_background: False captures only what `first`, `all` and `capture` are called for.
+        in_background: False captures only what `first`, `one` and `capture` are called for.
         """
         self._table = table
         self._budget_ms = budget_ms
@@ -225,11 +224,6 @@ class BackgroundCapture:
         key = next(iter(self._left), None)
         if key is not None:
             self.request(key)
-
-    def all(self) -> None:
-        """Captures everything now."""
-        while self._left:
-            self.capture(next(iter(self._left)))
 
     def when_idle(self) -> None:
         """One capture, whatever it takes."""

@@ -71,6 +71,10 @@ class Bench:
             self.table, budget_ms, reserve, clock=lambda: self.backend.now
         )
 
+    def capture_all(self) -> None:
+        while self.capture.has_more:
+            self.capture.one()
+
 
 def decode(rows: int) -> GraphKey:
     return GraphKey("decode", rows, rows)
@@ -117,7 +121,7 @@ def test_a_step_runs_in_the_smallest_shape_that_holds_it(
     made = bench.table.choose(plan)
     assert (made.tokens, made.rows, made.replays) == (*choice, False)
     assert [str(key) for key in keys_of(plan, made)] == keys
-    bench.capture.all()
+    bench.capture_all()
     in_ladder = plan.num_tokens <= 16 if plan.mode != "decode" else plan.num_rows <= 4
     assert bench.table.choose(plan) == GraphChoice(*choice, in_ladder)
 
@@ -191,7 +195,7 @@ def test_reserve_that_is_used_up_stops_capture_with_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(reserve=35)
-    bench.capture.all()
+    bench.capture_all()
     assert sum(key in bench.table for key in all_keys(BUCKETS)) == 2
     lines = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert len(lines) == 1 and "--cuda-graph-max-bs" in lines[0]
@@ -204,7 +208,7 @@ def test_kind_that_fails_is_given_up_and_the_others_go_on(error: Exception) -> N
     bench.backend.fails, bench.backend.error = True, error
     bench.capture.capture(decode(4))
     bench.backend.fails = False
-    bench.capture.all()
+    bench.capture_all()
     report = bench.table.report()
     assert report.captured == {"decode": (), "prefill": (8, 16)}
     assert report.planned == {"decode": 3, "prefill": 2}
@@ -221,19 +225,19 @@ def test_warm_up_that_raises_gives_its_kind_up() -> None:
         bench.table.capture(decode(1))
     bench.table._before_capture = lambda: None
     bench.table._parts = lambda key: [fail]
-    bench.capture.all()
+    bench.capture_all()
     assert bench.capture.is_done and bench.table.report().captured["decode"] == ()
 
 
 def test_after_a_release_everything_is_captured_anew() -> None:
     bench = Bench()
-    bench.capture.all()
+    bench.capture_all()
     bench.capture.stop()
     bench.table.clear()
     assert bench.capture.is_done and bench.backend.num_bytes() == 0
     assert not bench.table.choose(a_plan([1], "decode")).replays
     bench.capture.start()
-    bench.capture.all()
+    bench.capture_all()
     assert bench.table.choose(a_plan([1], "decode")).replays
 
 
@@ -241,7 +245,7 @@ def test_end_of_each_phase_is_logged_with_its_sizes(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO)
     bench = Bench()
     bench.capture.first()
-    bench.capture.all()
+    bench.capture_all()
     ends = [r.message for r in caplog.records if "end." in r.message]
     assert ends == [
         "Capture target prefill CPU graph end. num_tokens=[8, 16], elapsed=0.02 s, "
